@@ -1,0 +1,67 @@
+"""How much host memory this process may still take."""
+
+import re
+from pathlib import Path
+
+import psutil
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(text: str | int | float, *, total: int | None = None) -> int:
+    """Bytes meant by ``"20GiB"``, ``"64 GB"``, a plain number of bytes, or a fraction of ``total`` in (0, 1].
+
+    Raises:
+        ValueError: the text is no size, or a fraction is given where no total is known.
+    """
+    if isinstance(text, float) and 0 < text <= 1:
+        if total is None:
+            raise ValueError(f"A fraction of memory ({text}) needs a known total; set a size such as '64GiB'.")
+        return int(text * total)
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?|)b?\s*", str(text).lower())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write bytes, a size such as '64GiB', or a fraction such as 0.8.")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def format_bytes(count: int | float) -> str:
+    """``count`` bytes for people: ``'12.3 GiB'``."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"
+
+
+def available_host_bytes() -> int:
+    """Bytes this process can still allocate without swapping, within its cgroup's limit.
+
+    The kernel's estimate (``MemAvailable`` of ``/proc/meminfo``) counts page cache that can be dropped; a container's
+    limit is read from cgroup v2 or v1, where reclaimable page cache does not count as used.
+    """
+    candidates = [_mem_available(Path("/proc/meminfo"))]
+    candidates += [_cgroup_left(Path("/sys/fs/cgroup"), "memory.max", "memory.current")]
+    candidates += [_cgroup_left(Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes")]
+    known = [c for c in candidates if c is not None]
+    if not known:
+        return int(psutil.virtual_memory().available)  # systems without /proc
+    return min(known)
+
+
+def _mem_available(meminfo: Path) -> int | None:
+    if not meminfo.exists():
+        return None
+    match = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
+def _cgroup_left(folder: Path, limit_file: str, usage_file: str) -> int | None:
+    try:
+        limit = (folder / limit_file).read_text().strip()
+        usage = int((folder / usage_file).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    if limit == "max":
+        return None
+    return max(0, int(limit) - usage + int(stat.get("inactive_file", 0)))

@@ -1,0 +1,102 @@
+"""Bytes, counted before anything is allocated."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_megatrain.memory.host import format_bytes
+from lightning_megatrain.memory.layout import Group
+from lightning_megatrain.memory.store import StoreFormat
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a model will hold, in bytes by item.
+
+    Attributes:
+        host: persistent host bytes.
+        device: device bytes that the engine itself holds, without activations.
+        parameters: elements of all parameters, padding not counted.
+    """
+
+    host: dict[str, int]
+    device: dict[str, int]
+    parameters: int
+
+    @property
+    def host_bytes(self) -> int:
+        """All host bytes."""
+        return sum(self.host.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """All device bytes of the engine."""
+        return sum(self.device.values())
+
+    @property
+    def host_bytes_per_parameter(self) -> float:
+        """Persistent host bytes (everything but the fixed ring of slabs) per parameter."""
+        return (self.host_bytes - self.host["slabs"]) / max(1, self.parameters)
+
+    def require_host(self, available: int, hint: str) -> None:
+        """Refuse a plan that does not fit.
+
+        Args:
+            available: host bytes this process may take on top of the parameters it already holds.
+            hint: what to set instead, as the end of a sentence.
+
+        Raises:
+            RuntimeError: needed, available, the two largest items, and the hint.
+        """
+        if self.host_bytes <= available:
+            return
+        largest = sorted(self.host.items(), key=lambda item: -item[1])[:2]
+        items = " and ".join(f"{name} {format_bytes(size)}" for name, size in largest)
+        raise RuntimeError(
+            f"Training {self.parameters / 1e9:.3g} billion parameters needs {format_bytes(self.host_bytes)} of host "
+            f"memory ({items}), but {format_bytes(available)} are available; {hint}."
+        )
+
+
+def make_plan(
+    groups: Sequence[Group],
+    store_format: StoreFormat,
+    *,
+    training: bool,
+    moment_bytes: int,
+    gradients_coexist: bool,
+    slots: int,
+    gradient_buffers: int,
+    slabs: int,
+) -> Plan:
+    """Count the bytes of a run.
+
+    Args:
+        groups: units and resident groups.
+        store_format: how masters are kept.
+        training: False for validation, test and prediction, which hold weights only.
+        moment_bytes: bytes of optimizer state per trainable parameter.
+        gradients_coexist: every gradient lives in the gradient arena until the step.
+        slots: device slots.
+        gradient_buffers: device gradient buffers.
+        slabs: host slabs.
+    """
+    wire = store_format.wire_dtype.itemsize
+    units = [g.layout for g in groups if not g.resident]
+    residents = [g.layout for g in groups if g.resident]
+    unit_numel = max((u.numel for u in units), default=0)
+    unit_gradient = max((u.trainable_numel for u in units), default=0)
+    trainable = sum(g.layout.trainable_numel for g in groups)
+    resident_trainable = sum(r.trainable_numel for r in residents)
+    host = {
+        "weights": sum(g.layout.numel for g in groups) * store_format.weight_bytes,
+        "moments": trainable * moment_bytes if training else 0,
+        "gradients": (trainable if gradients_coexist else resident_trainable) * wire if training else 0,
+        "slabs": slabs * unit_gradient * wire if training else 0,
+    }
+    device = {
+        "resident weights": sum(r.numel for r in residents) * wire,
+        "resident gradients": resident_trainable * wire if training else 0,
+        "slots": slots * unit_numel * wire,
+        "gradient buffers": gradient_buffers * unit_gradient * wire if training else 0,
+    }
+    return Plan(host, device, sum(g.layout.parameter_numel for g in groups))

@@ -1,0 +1,455 @@
+"""The Lightning strategy: Lightning's order of calls on one side, the engine and the updater on the other."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+from lightning.fabric.utilities.init import _EmptyInit
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_megatrain.legality import check_model, check_optimizers, choose_schedule
+from lightning_megatrain.memory.host import available_host_bytes, parse_bytes
+from lightning_megatrain.memory.plan import Plan, make_plan
+from lightning_megatrain.memory.store import Store, StoreFormat
+from lightning_megatrain.placement import BufferPlacement
+from lightning_megatrain.precision import FullPrecision, MegaTrainPrecision, translate
+from lightning_megatrain.stream.discovery import UnitSelector, find_units, make_groups
+from lightning_megatrain.stream.engine import Engine
+from lightning_megatrain.stream.gradients import GRADIENT_BUFFERS
+from lightning_megatrain.stream.streams import Streams
+from lightning_megatrain.update.optimizers import moment_bytes
+from lightning_megatrain.update.updater import SLABS, Schedule, Updater
+
+
+class MegaTrainStrategy(SingleDeviceStrategy):
+    """Trains with weights, moments and gradients in host memory; the device holds the units it is working on.
+
+    Args:
+        units: which modules are streamed. ``"auto"`` takes the model's repeated blocks; a list of class names or
+            qualified names, or a predicate ``(qualified_name, module) -> bool``, chooses by hand.
+        prefetch: units fetched ahead of the one in use. The device holds one slot more than this, each as large as
+            the largest unit.
+        microbatch: batch size inside a unit. The unit's weights are fetched once and serve the batch in slices of this
+            size, so a large batch fits a small device. ``None`` runs the whole batch at once. The batch is dimension 0
+            of the unit's first floating-point input.
+        update: when the host optimizer runs. ``"in_backward"`` updates each unit as its gradients arrive, behind the
+            backward of the others; ``"blocking"`` updates in ``optimizer.step()``; ``"auto"`` takes ``in_backward``
+            where nothing needs all gradients at once, and says which and why.
+        host_memory: the most host memory to use, such as ``"120GiB"`` or a number of bytes; ``"auto"`` takes what
+            this process can still get.
+        pin_memory: register host memory with CUDA, so that copies run at the link's rate beside the computation.
+        accelerator: Lightning's accelerator; normally set through ``Trainer(accelerator=...)``.
+        checkpoint_io: Lightning's checkpoint plugin.
+        precision_plugin: Lightning's precision plugin; normally set through ``Trainer(precision=...)``.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    strategy_name = "megatrain"
+
+    def __init__(
+        self,
+        *,
+        units: str | Sequence[str] | Callable[[str, nn.Module], bool] = "auto",
+        prefetch: int = 2,
+        microbatch: int | None = None,
+        update: Literal["auto", "in_backward", "blocking"] = "auto",
+        host_memory: str | int = "auto",
+        pin_memory: bool = True,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        if prefetch < 0:
+            raise ValueError(f"prefetch={prefetch} is not a number of units; set 0 or more.")
+        if microbatch is not None and microbatch < 1:
+            raise ValueError(f"microbatch={microbatch} is not a batch size; set 1 or more, or None.")
+        if update not in ("auto", "in_backward", "blocking"):
+            raise ValueError(f"update={update!r} is unknown; set 'auto', 'in_backward' or 'blocking'.")
+        if host_memory != "auto":
+            parse_bytes(host_memory)
+        self._units_selector: UnitSelector = units
+        self._prefetch = prefetch
+        self._microbatch = microbatch
+        self._update = update
+        self._host_memory = host_memory
+        self._pin_memory = pin_memory
+        self._engine: Engine | None = None
+        self._updater: Updater | None = None
+        self._store: Store | None = None
+        self._buffers: BufferPlacement | None = None
+        self._residents_fresh = False
+        self.plan: Plan | None = None
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
+
+    # What the trainer tells the strategy
+
+    @property
+    def parallel_devices(self) -> None:
+        """Always None, so that the trainer tells its devices."""
+        return
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        if len(devices) != 1:
+            raise MisconfigurationException(
+                f"The megatrain strategy trains on one device and got {len(devices)}; set Trainer(devices=1)."
+            )
+        if devices[0].type not in ("cpu", "cuda"):
+            raise MisconfigurationException(
+                f"The megatrain strategy runs on CUDA and CPU devices and got {devices[0]}; "
+                "set Trainer(accelerator='gpu') with an NVIDIA GPU, or accelerator='cpu'."
+            )
+        self._root_device = devices[0]
+
+    @property
+    def num_nodes(self) -> int:
+        """Always 1."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, count: int) -> None:
+        if count != 1:
+            raise MisconfigurationException(
+                f"The megatrain strategy runs on one node and got {count}; set Trainer(num_nodes=1)."
+            )
+
+    @property
+    def _layer_sync(self) -> None:
+        return
+
+    @_layer_sync.setter
+    def _layer_sync(self, layer_sync: Any) -> None:
+        if layer_sync is not None:
+            raise MisconfigurationException(
+                "The megatrain strategy has one device, so there is nothing to synchronise; "
+                "set Trainer(sync_batchnorm=False)."
+            )
+
+    @property
+    @override
+    def precision_plugin(self) -> MegaTrainPrecision:
+        assert self._precision is not None
+        return self._precision
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision = translate(plugin)
+
+    # Set-up and teardown
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """New modules are made on the CPU: host memory is where they live."""
+        with _EmptyInit(enabled=bool(empty_init)), torch.device("cpu"), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self._module()
+        training = trainer.state.fn == TrainerFn.FITTING
+        check_model(module)
+        if training:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self._start(trainer, module, training)
+
+    def _start(self, trainer: Trainer, module: LightningModule, training: bool) -> None:
+        precision = self.precision_plugin
+        store_format = precision.store_format
+        pin = self._pin_memory and self.root_device.type == "cuda"
+        units = find_units(module, self._units_selector)
+        groups = make_groups(module, units)
+        schedule: Schedule = "blocking"
+        if training:
+            check_optimizers(self.optimizers, store_format, groups)
+            schedule, why = choose_schedule(self._update, trainer, self.optimizers)
+            rank_zero_info(f"megatrain: {len(units)} units, update {schedule!r} ({why})")
+        self.plan = make_plan(
+            groups,
+            store_format,
+            training=training,
+            moment_bytes=moment_bytes(self.optimizers) if training else 0,
+            gradients_coexist=schedule == "blocking",
+            slots=min(self._prefetch + 1, len(units)),
+            gradient_buffers=GRADIENT_BUFFERS,
+            slabs=SLABS,
+        )
+        held = sum(p.numel() * p.element_size() for p in module.parameters())
+        # What the parameters take now will be taken over.
+        free = available_host_bytes() + held if self._host_memory == "auto" else parse_bytes(self._host_memory)
+        self.plan.require_host(free, _smaller(store_format))
+        store = Store(groups, store_format, pin=pin)
+        store.adopt()
+        self._store = store
+        if training:
+            self._updater = Updater(store, self.optimizers, schedule, pin=pin)
+        if not isinstance(precision, FullPrecision):
+            precision.clip_by_norm = self._clip_by_norm
+        self._engine = Engine(
+            module,
+            list(units.values()),
+            groups,
+            store,
+            Streams.on(self.root_device),
+            prefetch=self._prefetch,
+            microbatch=self._microbatch,
+            sink=self._updater,
+            compute_context=precision.unit_context,
+        )
+        float_dtype = torch.bfloat16 if store_format is StoreFormat.BF16 else None
+        self._buffers = BufferPlacement(module, self.root_device, float_dtype)
+        self._say_device(self.root_device)
+
+    def _say_device(self, device: torch.device) -> None:
+        """``LightningModule.device`` is where batches go and tensors are made."""
+        for module in self._module().modules():
+            if isinstance(module, _DeviceDtypeModuleMixin):
+                module._device = device
+
+    @override
+    def teardown(self) -> None:
+        self._stop()
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _stop(self) -> None:
+        """Make the module ordinary again. Does nothing before :meth:`setup`, or twice."""
+        engine, updater, store, buffers = self._engine, self._updater, self._store, self._buffers
+        self._engine = self._updater = self._store = self._buffers = None
+        if engine is not None:
+            engine.close()
+        if updater is not None:
+            updater.close()
+        if store is not None:
+            store.release()
+        if buffers is not None:
+            buffers.restore()
+            self._say_device(torch.device("cpu"))
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._updater is not None:
+            self._updater.reset()
+        if self._engine is not None:
+            self._engine.reset()
+
+    # Steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        engine = self._running()
+        engine.begin_step()
+        output = super().training_step(*args, **kwargs)
+        if not self._module().automatic_optimization:
+            engine.end_step()  # otherwise the backward follows
+        return output
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        engine, updater, module = self._running(), self._updating(), self._module()
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        updater.before_backward()
+        self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        engine.push_residents()
+        if module.automatic_optimization:
+            engine.end_step()
+        # Hooks that read gradients or weights after the backward meet the host's, all there.
+        with engine.host_window():
+            updater.settle()
+            closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+            self.post_backward(closure_loss)
+        return closure_loss
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        module = model or self._module()
+        assert isinstance(module, LightningModule)
+        result = closure()
+        with self._running().host_window():
+            self.precision_plugin._after_closure(module, optimizer)
+            self._updating().step(optimizer)
+        return result
+
+    def _clip_by_norm(self, optimizer: Optimizer, limit: float) -> None:
+        """Scale gradients whose norm exceeds ``limit``, in fp32 while they are used, instead of rounding them twice.
+
+        The factor is that of ``torch.nn.utils.clip_grad_norm_``.
+        """
+        norm = self._updating().gradient_norm(optimizer)
+        self._updating().scale = min(1.0, limit / (norm + 1e-6))
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._evaluation():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._evaluation():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._evaluation():
+            return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    def _evaluation(self) -> Generator[None, None, None]:
+        engine = self._running()
+        engine.begin_step(upload=not self._residents_fresh)
+        self._residents_fresh = True
+        try:
+            yield
+        finally:
+            engine.end_step()
+
+    def _weights_may_change(self) -> None:
+        self._residents_fresh = False
+
+    @override
+    def on_validation_start(self) -> None:
+        self._weights_may_change()
+
+    @override
+    def on_test_start(self) -> None:
+        self._weights_may_change()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._weights_may_change()
+
+    # State
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state with exact masters: fp32, or bf16 for ``bf16-true``."""
+        if self._engine is None or self._store is None:
+            return super().lightning_module_state_dict()
+        self._require_whole()
+        with self._engine.host_window():
+            state = super().lightning_module_state_dict()
+            if self._store.format is StoreFormat.SPLIT:
+                masters: dict[int, Tensor] = {}
+                homes = {id(p): (g.index, i) for g in self._store.groups for i, p in enumerate(g.parameters)}
+                for name, parameter in self._module().named_parameters(remove_duplicate=False):
+                    if name in state:
+                        key = id(parameter)
+                        if key not in masters:
+                            masters[key] = self._store.master(*homes[key])
+                        state[name] = masters[key]
+        return state
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        self._require_whole()
+        return super().optimizer_state(optimizer)
+
+    def _require_whole(self) -> None:
+        """Refuse to hand out state that an update left torn.
+
+        Raises:
+            RuntimeError: says so.
+        """
+        if self._updater is not None:
+            self._updater.require_whole()
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        self._require_whole()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: _PATH, weights_only: bool | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        # Lightning 2.5 has no weights_only.
+        options = kwargs if weights_only is None else {"weights_only": weights_only, **kwargs}
+        return super().load_checkpoint(checkpoint_path, **options)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> None:
+        if self._engine is None or self._store is None:
+            super().load_model_state_dict(checkpoint, strict=strict)
+            return
+        with self._engine.host_window():
+            super().load_model_state_dict(checkpoint, strict=strict)
+            names = dict(self._module().named_parameters(remove_duplicate=False))
+            values = {id(names[n]): v for n, v in checkpoint["state_dict"].items() if n in names}
+            for group in self._store.groups:
+                for index, parameter in enumerate(group.parameters):
+                    if id(parameter) in values:  # the module copied into the wire; the master is wider
+                        self._store.write_master(group.index, index, values[id(parameter)])
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._updater is None:
+            super().load_optimizer_state_dict(checkpoint)
+        else:
+            self._updater.load_optimizer_states(checkpoint["optimizer_states"])
+
+    # What people ask
+
+    @property
+    def host_bytes_per_parameter(self) -> float | None:
+        """Persistent host bytes per parameter: weights, moments and gradients, without the fixed ring of slabs."""
+        return None if self.plan is None else self.plan.host_bytes_per_parameter
+
+    @property
+    def update_schedule(self) -> str | None:
+        """The schedule in use during fit: ``"in_backward"`` or ``"blocking"``."""
+        return None if self._updater is None else self._updater.schedule
+
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def _running(self) -> Engine:
+        assert self._engine is not None, "the strategy was not set up"
+        return self._engine
+
+    def _updating(self) -> Updater:
+        assert self._updater is not None, "there is no optimizer outside fit"
+        return self._updater
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(
+                cls.strategy_name, cls, description="Streams weights from host memory through one device."
+            )
+
+
+def _smaller(store_format: StoreFormat) -> str:
+    if store_format is StoreFormat.BF16:
+        return "use a smaller model, or raise host_memory if more is free than was found"
+    return "set precision='bf16-true', use a smaller model, or raise host_memory if more is free than was found"

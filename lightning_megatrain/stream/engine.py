@@ -1,0 +1,355 @@
+"""The engine: fetches, binds, recomputes and pushes units, in whatever order the model uses them."""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.profiler import record_function
+
+from lightning_megatrain.memory.layout import Group
+from lightning_megatrain.memory.slots import Slot, SlotRing
+from lightning_megatrain.memory.store import Store
+from lightning_megatrain.stream.autograd import Call, Output, StreamedBlock
+from lightning_megatrain.stream.gradients import GradientBuffers, InputGradients, ParameterGradients
+from lightning_megatrain.stream.microbatch import Slices
+from lightning_megatrain.stream.order import UseOrder
+from lightning_megatrain.stream.patch import drop_caches, install, uninstall
+from lightning_megatrain.stream.residents import Residents
+from lightning_megatrain.stream.streams import Copy, Streams
+from lightning_megatrain.stream.unit import Conditions, Unit
+
+
+class GradientSink(Protocol):
+    """Where gradients go. The engine is given one; it does not know optimizers."""
+
+    def destination(self, group: int, last: bool) -> Tensor:
+        """Flat host memory ``[trainable_numel]`` to push into; may wait for a free slab."""
+
+    def landed(self, group: int, copies: Sequence[Copy], present: Sequence[bool], last: bool) -> None:
+        """Copies into the last :meth:`destination` of ``group`` are under way. ``last``: none follow in this step."""
+
+    def wait_updated(self, group: int) -> None:
+        """Block until no update of ``group`` is under way; raises what the worker raised."""
+
+
+class Engine:
+    """Streams the units of one model through a ring of device slots.
+
+    Args:
+        model: the whole module.
+        modules: the units' modules, in the order of their groups.
+        groups: all groups, units first.
+        store: the adopted store.
+        streams: the lanes of the device.
+        prefetch: units fetched ahead of the one being used; the ring has one slot more.
+        microbatch: batch size inside a unit, or None to run the whole batch at once.
+        sink: where gradients go; None for a run without training.
+        compute_context: entered around every block's forward, in forward and recompute alike.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Sequence[nn.Module],
+        groups: Sequence[Group],
+        store: Store,
+        streams: Streams,
+        *,
+        prefetch: int = 2,
+        microbatch: int | None = None,
+        sink: GradientSink | None = None,
+        compute_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self.store = store
+        self.streams = streams
+        self.sink = sink
+        self.units = [
+            Unit(group, module, store.host_views(group.index)) for group, module in zip(groups, modules, strict=False)
+        ]
+        self.residents = Residents(groups, store, streams)
+        self._prefetch_depth = prefetch
+        self._microbatch = microbatch
+        self._compute_context = compute_context
+        dtype = store.format.wire_dtype
+        largest = max(u.group.layout.numel for u in self.units)
+        self.ring = SlotRing(min(prefetch + 1, len(self.units)), largest, dtype, streams.device)
+        self._gradients = GradientBuffers(groups, dtype, streams) if sink is not None else None
+        with torch.inference_mode(False):
+            self._anchor = torch.empty(0, requires_grad=True)
+        self._orders = {True: UseOrder(), False: UseOrder()}
+        self._recent: deque[int] = deque(maxlen=max(1, prefetch))
+        self._in_step = False
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._install(model, groups)
+
+    # Life of the engine
+
+    def _install(self, model: nn.Module, groups: Sequence[Group]) -> None:
+        for unit in self.units:
+            install(unit, self.use)
+        resident = {id(p) for group in groups if group.resident for p in group.parameters}
+        residents = self.residents
+
+        # A plain function: deep-copying a module copies its hooks, and a bound method would take the engine along.
+        def bring_residents(module: nn.Module, args: Any) -> None:
+            residents.to_device()
+
+        for module in model.modules():
+            if any(id(p) in resident for p in module.parameters(recurse=False)):
+                self._hooks.append(module.register_forward_pre_hook(bring_residents))
+
+    def close(self) -> None:
+        """Take everything off the model; its parameters' data are host views afterwards."""
+        self.reset()
+        for unit in self.units:
+            uninstall(unit)
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks = []
+
+    def reset(self) -> None:
+        """Forget all work under way, after an error or at the end: nothing stays bound, nothing stays in a slot."""
+        self.streams.synchronize()
+        for unit in self.units:
+            unit.unbind()
+            unit.pending = 0
+        self.residents.to_host()
+        self.ring.clear()
+        self._recent.clear()
+        self._in_step = False
+
+    # Phases of a step
+
+    def begin_step(self, *, upload: bool = True) -> None:
+        """A training, validation, test or prediction step starts: residents go to the device, slots are stale.
+
+        Whatever touched the host's weights since the last step is seen by this one, for residents unless ``upload``
+        is False.
+        """
+        self.end_step()
+        self._in_step = True
+        for unit in self.units:
+            unit.pending = 0
+        for order in self._orders.values():
+            order.begin()
+        self.residents.to_device(upload=upload)
+
+    def end_step(self) -> None:
+        """The step's forward and backward are over: weights are on the host again. May be called twice."""
+        self._in_step = False
+        self._recent.clear()
+        self.ring.clear()
+        self.residents.to_host()
+
+    @contextlib.contextmanager
+    def host_window(self) -> Iterator[None]:
+        """Within a step: let code meet the host's weights for a while, and see what it changed afterwards."""
+        inside = self._in_step
+        self.end_step()
+        try:
+            yield
+        finally:
+            if inside:
+                self._in_step = True
+                self.residents.to_device()
+
+    def push_residents(self) -> None:
+        """After a backward: send the gradients that autograd left on resident parameters to the host."""
+        assert self.sink is not None
+        for group, gradients in self.residents.take_gradients():
+            target = self.sink.destination(group.index, last=True)
+            copies = self.residents.push(group, gradients, target)
+            self.sink.landed(group.index, copies, [g is not None for g in gradients], last=True)
+
+    # One use of a unit
+
+    def use(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a unit's ``forward`` does while it is streamed: same arguments, same result."""
+        if not torch.is_grad_enabled():
+            return self._use_without_gradients(unit, args, kwargs)
+        unit.check_trainable()
+        call, tensors = Call.of(unit, *drop_caches(args, kwargs))
+        trains = self.sink is not None and any(unit.requires_grad_flags())
+        if not trains and not any(t.requires_grad for t in (*tensors, *unit.shared)):
+            return self._use_without_gradients(unit, args, kwargs)
+        call.preceding = list(reversed(self._recent))
+        call.version = self.store.versions[unit.group.index]
+        if trains:
+            unit.pending += 1
+        outputs = StreamedBlock.apply(self, call, self._anchor if trains else None, *tensors, *unit.shared)
+        self._recent.append(unit.group.index)
+        assert call.output is not None
+        return call.output.rebuild(outputs)
+
+    def _use_without_gradients(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        expected = self._orders[False].observe(unit.group.index, self._prefetch_depth)
+        if self._microbatch is None:
+            with self._bound(unit, expected) as slot, self._compute_context():
+                output, tensors = Output.of(unit.forward(*args, **kwargs))
+                return output.rebuild([_own(t, slot) for t in tensors])
+        call, inputs = Call.of(unit, args, kwargs)
+        slices = Slices(unit.name, inputs, self._microbatch)
+        parts = []
+        with self._bound(unit, expected) as slot, self._compute_context():
+            for part in slices:
+                call.output, tensors = Output.of(call.run(slices.take(inputs, part)))
+                parts.append([_own(t, slot) for t in tensors])
+        assert call.output is not None
+        return call.output.rebuild(slices.join(parts))
+
+    def forward(self, call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Forward of one use whose backward may follow. Returns outputs without a graph.
+
+        The block runs with gradients on and its graph is dropped at once: code that asks ``is_grad_enabled`` and
+        kernels that choose by ``requires_grad`` take the same path as in the recompute.
+        """
+        unit = call.unit
+        call.conditions = Conditions.capture(unit, self.streams)
+        buffers = unit.buffers_before()
+        buffer_versions = {key: b._version for key, b in unit.buffers().items()} if buffers is not None else {}
+        input_versions = [t._version for t in tensors]
+        slices = Slices(unit.name, tensors, self._microbatch)
+        parts = []
+        expected = self._orders[True].observe(unit.group.index, self._prefetch_depth)
+        with self._bound(unit, expected) as slot:
+            for part in slices:
+                _, outputs = self._run(call, slices.take(tensors, part), [t.requires_grad for t in tensors])
+                parts.append([_own(o.detach(), slot) for o in outputs])
+        if [t._version for t in tensors] != input_versions:
+            raise RuntimeError(
+                f"Unit {unit.name!r} changes one of its inputs in place, so it cannot be recomputed from them; "
+                "write the operation out of place, or choose other modules with MegaTrainStrategy(units=...)."
+            )
+        if unit.note_buffers(buffers, buffer_versions):
+            call.conditions.buffers = buffers
+        assert call.conditions.random_state is not None
+        drawn = zip(call.conditions.random_state, self.streams.random_state(), strict=True)
+        if all(torch.equal(before, after) for before, after in drawn):
+            call.conditions.random_state = None
+        call.output_shapes = [o.shape for o in parts[-1]]
+        return slices.join(parts)
+
+    def backward(
+        self, call: Call, tensors: Sequence[Tensor], needs: Sequence[bool], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Backward of one use: recompute, push the unit's own gradients, return those of inputs and shared parameters.
+
+        ``needs`` speaks of the call's tensors first, then of the unit's shared parameters.
+        """
+        unit = call.unit
+        assert call.conditions is not None
+        if call.version != self.store.versions[unit.group.index]:
+            raise RuntimeError(
+                f"The weights of unit {unit.name!r} were updated between this forward and its backward, so the "
+                "recompute would use other weights; run the forward again after the optimizer's step."
+            )
+        slices = Slices(unit.name, tensors, self._microbatch)
+        flags = call.conditions.requires_grad
+        count = unit.group.layout.trainable_count if self.sink is not None else 0
+        wanted = [p for p, flag in zip(unit.group.parameters[:count], flags[:count], strict=True) if flag]
+        needs, shared_needs = needs[: len(tensors)], needs[len(tensors) :]
+        shared = [p for p, need in zip(unit.shared, shared_needs, strict=True) if need]
+        inputs = InputGradients(slices, needs)
+        parameters = ParameterGradients(len(shared) + len(wanted), slices)
+        with self._bound(unit, call.preceding), call.conditions.restored(unit, self.streams):
+            for part in slices:
+                leaves, outputs = self._run(call, slices.take(tensors, part), needs)
+                if part.stop in (None, len(tensors[0])) and [o.shape for o in outputs] != call.output_shapes:
+                    raise RuntimeError(
+                        f"Unit {unit.name!r} gave outputs of other shapes when it was recomputed; its forward must "
+                        "depend on its arguments, parameters and buffers alone."
+                    )
+                pairs = [
+                    (o, g if slices.whole else g[part])
+                    for o, g in zip(outputs, gradients, strict=True)
+                    if g is not None and o.requires_grad
+                ]
+                targets = [leaf for leaf, need in zip(leaves, needs, strict=True) if need] + shared + wanted
+                found: Sequence[Tensor | None] = [None] * len(targets)
+                if pairs and targets:
+                    with record_function(f"megatrain.backward {unit.name}"):
+                        found = torch.autograd.grad(
+                            [o for o, _ in pairs], targets, [g for _, g in pairs], allow_unused=True
+                        )
+                inputs.add(found[: sum(needs)])
+                parameters.add(found[sum(needs) :])
+        made = parameters.result()
+        for_shared = [next(made) if need else None for need in shared_needs]
+        if wanted:
+            self._push(unit, [next(made) if flag else None for flag in flags[:count]])
+        return inputs.result() + for_shared
+
+    def _run(self, call: Call, tensors: Sequence[Tensor], needs: Sequence[bool]) -> tuple[list[Tensor], list[Tensor]]:
+        """Run the bound block with gradients on; returns the leaves that stand for its inputs, and its outputs."""
+        leaves = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
+        with torch.enable_grad(), self._compute_context(), record_function(f"megatrain.forward {call.unit.name}"):
+            output, outputs = Output.of(call.run(leaves))
+        if call.output is None:
+            call.output = output
+        return leaves, outputs
+
+    # Slots
+
+    @contextlib.contextmanager
+    def _bound(self, unit: Unit, expected: Sequence[int]) -> Iterator[Slot]:
+        """The unit's parameters are views of a slot inside this context; the units expected next are being fetched."""
+        group = unit.group.index
+        slot = self.ring.find(group, self.store.versions[group]) or self._fetch(group)
+        assert slot is not None, "every slot is bound: a unit was used inside another"
+        self.ring.touch(slot)
+        slot.users += 1
+        for following in expected[: self._prefetch_depth]:
+            held = self.ring.find(following, self.store.versions[following])
+            if held is not None:
+                self.ring.touch(held)
+            else:
+                self._fetch(following)
+        self.streams.compute_after(slot.filled.done)
+        unit.bind(slot.views_of(unit.group))
+        try:
+            yield slot
+        finally:
+            unit.unbind()
+            slot.released = self.streams.record()
+            slot.users -= 1
+            if not self._in_step:
+                slot.group = None  # outside a step nobody says when the host's weights change
+
+    def _fetch(self, group: int) -> Slot | None:
+        if self.sink is not None:
+            self.sink.wait_updated(group)
+        slot = self.ring.take(group, self.store.versions[group])
+        if slot is None:
+            return None
+        wire = self.store.wire(group)
+        after = [slot.released] if slot.released is not None else []
+        with record_function(f"megatrain.fetch {self.units[group].name}"):
+            slot.filled = self.streams.copy("fetch", slot.buffer[: wire.numel()], wire, after=after)
+        return slot
+
+    # Gradients
+
+    def _push(self, unit: Unit, gradients: Sequence[Tensor | None]) -> None:
+        assert self.sink is not None
+        assert self._gradients is not None
+        unit.pending -= 1
+        last = unit.pending <= 0
+        present = [g is not None for g in gradients]
+        if not any(present):
+            self.sink.landed(unit.group.index, [], present, last)
+            return
+        with record_function(f"megatrain.push {unit.name}"):
+            packed = self._gradients.pack(unit.group, gradients)
+            target = self.sink.destination(unit.group.index, last)
+            copy = self.streams.copy("push", target, packed, after=[self.streams.record()])
+            self._gradients.pushed(copy.done)
+        self.sink.landed(unit.group.index, [copy], present, last)
+
+
+def _own(tensor: Tensor, slot: Slot) -> Tensor:
+    """A block may return a view of its weights; the slot's bytes are gone after release, so that is copied."""
+    aliases = tensor.untyped_storage().data_ptr() == slot.buffer.untyped_storage().data_ptr()
+    return tensor.clone() if aliases else tensor

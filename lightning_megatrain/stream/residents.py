@@ -1,0 +1,84 @@
+"""Parameters outside any unit: their compute weights stay on the device through a step."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_megatrain.memory.layout import Group
+from lightning_megatrain.memory.store import Store
+from lightning_megatrain.stream.streams import Copy, Event, Streams
+
+
+class Residents:
+    """Device copies of the resident groups.
+
+    Outside a step ``parameter.data`` is the host's wire, so whoever reads or writes a weight between steps meets the
+    true one. :meth:`to_device` uploads the wire and swaps the device copies in; :meth:`to_host` swaps back.
+    """
+
+    def __init__(self, groups: Sequence[Group], store: Store, streams: Streams) -> None:
+        self.groups = tuple(g for g in groups if g.resident)
+        self._store = store
+        self._streams = streams
+        dtype = store.format.wire_dtype
+        with torch.inference_mode(False):
+            self._flat = [torch.empty(g.layout.numel, dtype=dtype, device=streams.device) for g in self.groups]
+        self._views = [g.layout.views(flat) for g, flat in zip(self.groups, self._flat, strict=True)]
+        self.on_device = False
+        self._released = Event()
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes held."""
+        return sum(flat.nbytes for flat in self._flat)
+
+    def to_device(self, *, upload: bool = True) -> None:
+        """Make the parameters' data the device copies, refreshed from the host unless ``upload`` is False."""
+        if self.on_device:
+            return
+        if upload:
+            copies = [
+                self._streams.copy("fetch", flat, self._store.wire(group.index), after=[self._released])
+                for group, flat in zip(self.groups, self._flat, strict=True)
+            ]
+            for copy in copies:
+                self._streams.compute_after(copy.done)
+        for group, views in zip(self.groups, self._views, strict=True):
+            for parameter, view in zip(group.parameters, views, strict=True):
+                parameter.data = view
+        self.on_device = True
+
+    def to_host(self) -> None:
+        """Make the parameters' data the host's wire again."""
+        if not self.on_device:
+            return
+        self._released = self._streams.record()
+        for group in self.groups:
+            for parameter, view in zip(group.parameters, self._store.host_views(group.index), strict=True):
+                parameter.data = view
+        self.on_device = False
+
+    def take_gradients(self) -> Iterator[tuple[Group, list[Tensor | None]]]:
+        """Take autograd's gradients off the parameters, group by group; trainable parameters only."""
+        for group in self.groups:
+            gradients: list[Tensor | None] = [_take(p) for p in group.parameters[: group.layout.trainable_count]]
+            if any(g is not None for g in gradients):
+                yield group, gradients
+
+    def push(self, group: Group, gradients: Sequence[Tensor | None], target: Tensor) -> list[Copy]:
+        """Start copying gradients into ``target`` (flat, ``[trainable_numel]``) at their offsets; zeros for None."""
+        made = self._streams.record()
+        copies = []
+        for view, gradient in zip(group.layout.views(target), gradients, strict=True):
+            if gradient is None:
+                view.zero_()
+            else:
+                copies.append(self._streams.copy("push", view, gradient, after=[made]))
+        return copies
+
+
+def _take(parameter: Parameter) -> Tensor | None:
+    gradient, parameter.grad = parameter.grad, None
+    return gradient

@@ -1,0 +1,175 @@
+"""A unit: the module whose parameters move together, and what its forward saw."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatrain.memory.layout import Group
+from lightning_megatrain.stream.streams import Streams
+
+
+class Unit:
+    """One streamed module.
+
+    Binding swaps ``parameter.data``, never the parameter object: optimizers, hooks, tied names and code that keeps
+    parameters in lists all go on seeing the same object.
+
+    Args:
+        group: its parameters and their layout; may be empty when all of them are shared with other modules.
+        module: the module itself.
+        host_views: what ``parameter.data`` is at rest, in layout order.
+    """
+
+    def __init__(self, group: Group, module: nn.Module, host_views: Sequence[Tensor]) -> None:
+        self.group = group
+        self.module = module
+        self.forward: Callable[..., Any] = module.forward
+        self.pending = 0  # uses in this step whose backward has not run
+        self._host_views = host_views
+        own = {id(p) for p in group.parameters}
+        self.shared = [p for p in module.parameters() if id(p) not in own]  # resident: other modules use them too
+        self._modules = list(module.modules())
+        self._buffers_change: bool | None = None  # unknown until the first training forward
+
+    @property
+    def name(self) -> str:
+        """Qualified name of the module."""
+        return self.group.name
+
+    def bind(self, views: Sequence[Tensor]) -> None:
+        """Put slot views in place of the parameters' data."""
+        for parameter, view in zip(self.group.parameters, views, strict=True):
+            parameter.data = view
+
+    def unbind(self) -> None:
+        """Put the host views back."""
+        self.bind(self._host_views)
+
+    def check_trainable(self) -> None:
+        """Refuse parameters that began to require gradients after the layout was made.
+
+        Raises:
+            RuntimeError: names the parameter.
+        """
+        frozen = self.group.layout.trainable_count
+        for entry, parameter in zip(self.group.layout.entries[frozen:], self.group.parameters[frozen:], strict=True):
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"Parameter {entry.name!r} was frozen when training was set up and requires a gradient now; "
+                    "set requires_grad before fit() and, to freeze it for a while, unset it during training."
+                )
+
+    def training_flags(self) -> tuple[bool, ...]:
+        """``training`` of every module inside."""
+        return tuple(m.training for m in self._modules)
+
+    def set_training_flags(self, flags: tuple[bool, ...]) -> None:
+        """Set ``training`` of every module inside, one by one."""
+        for module, flag in zip(self._modules, flags, strict=True):
+            module.training = flag
+
+    def requires_grad_flags(self) -> tuple[bool, ...]:
+        """``requires_grad`` of every parameter, in layout order; read at every call, for it may be toggled."""
+        return tuple(p.requires_grad for p in self.group.parameters)
+
+    def set_requires_grad_flags(self, flags: tuple[bool, ...]) -> None:
+        """Set ``requires_grad`` of every parameter."""
+        for parameter, flag in zip(self.group.parameters, flags, strict=True):
+            parameter.requires_grad_(flag)
+
+    def buffers(self) -> dict[tuple[int, str], Tensor]:
+        """Buffers inside, keyed by position and name."""
+        return {
+            (i, name): buffer
+            for i, module in enumerate(self._modules)
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+
+    def buffers_before(self) -> dict[tuple[int, str], Tensor] | None:
+        """Copies of the buffers, for a unit whose forward may change them (running statistics, counters)."""
+        if self._buffers_change is False or not self.module.training:
+            return None
+        return {key: buffer.clone() for key, buffer in self.buffers().items()}
+
+    def note_buffers(self, before: dict[tuple[int, str], Tensor] | None, versions: dict[tuple[int, str], int]) -> bool:
+        """After a forward: did it change a buffer? Remembers units that never do."""
+        if before is None:
+            return False
+        now = self.buffers()
+        changed = now.keys() != versions.keys() or any(
+            now[key]._version != version for key, version in versions.items()
+        )
+        self._buffers_change = bool(self._buffers_change) or changed
+        return changed
+
+    def put_buffers(self, buffers: dict[tuple[int, str], Tensor]) -> None:
+        """Install buffer tensors, keyed as by :meth:`buffers`."""
+        for (index, name), buffer in buffers.items():
+            self._modules[index]._buffers[name] = buffer
+
+
+@dataclass
+class Conditions:
+    """Everything outside its inputs that a block's forward depends on, so that a recompute sees the same.
+
+    Attributes:
+        random_state: generator states, or None once it is known that the forward drew nothing.
+        buffers: buffer values before a forward that changed them, else None.
+    """
+
+    random_state: list[Tensor] | None
+    autocast: list[tuple[str, bool, torch.dtype]]
+    default_dtype: torch.dtype
+    training: tuple[bool, ...]
+    requires_grad: tuple[bool, ...]
+    buffers: dict[tuple[int, str], Tensor] | None = None
+
+    @classmethod
+    def capture(cls, unit: Unit, streams: Streams) -> "Conditions":
+        """Read them, before the forward."""
+        kinds = {"cpu", streams.device.type}
+        autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)]
+        return cls(
+            streams.random_state(),
+            autocast,
+            torch.get_default_dtype(),
+            unit.training_flags(),
+            unit.requires_grad_flags(),
+        )
+
+    @contextlib.contextmanager
+    def restored(self, unit: Unit, streams: Streams) -> Iterator[None]:
+        """Reproduce them; what is current now comes back afterwards.
+
+        The default dtype is process-wide and autograd runs this on a thread of its own, so everything is set
+        explicitly rather than inherited.
+        """
+        now = Conditions.capture(unit, streams)
+        after = unit.buffers() if self.buffers is not None else None
+        with contextlib.ExitStack() as stack:
+            for kind, enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            try:
+                self._apply(unit, streams, now)
+                if self.buffers is not None:
+                    unit.put_buffers({key: buffer.clone() for key, buffer in self.buffers.items()})
+                yield
+            finally:
+                now._apply(unit, streams, self)
+                if after is not None:
+                    unit.put_buffers(after)
+
+    def _apply(self, unit: Unit, streams: Streams, current: "Conditions") -> None:
+        if self.random_state is not None and current.random_state is not None:
+            streams.set_random_state(self.random_state)
+        if self.default_dtype != current.default_dtype:
+            torch.set_default_dtype(self.default_dtype)
+        if self.training != current.training:
+            unit.set_training_flags(self.training)
+        if self.requires_grad != current.requires_grad:
+            unit.set_requires_grad_flags(self.requires_grad)

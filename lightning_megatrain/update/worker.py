@@ -1,0 +1,85 @@
+"""One thread that does the host's share of a step, in the order it was handed over."""
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+
+class Worker:
+    """Runs tasks one after another on a thread of its own.
+
+    The first exception of a task stops all further ones: it is raised once, as it is, by the next call of
+    :meth:`wait` or :meth:`check`, and :attr:`failed` stays set, for the state it left behind is torn.
+    """
+
+    def __init__(self) -> None:
+        self.failed: BaseException | None = None
+        self._raised = False
+        self._tasks: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._open: Counter[int] = Counter()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, key: int, task: Callable[[], None]) -> None:
+        """Hand over a task that concerns ``key``; starts the thread if there is none.
+
+        Raises:
+            RuntimeError: a task failed before and its exception has been raised already.
+        """
+        self.require()
+        with self._changed:
+            self._open[key] += 1
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="megatrain-update", daemon=True)
+            self._thread.start()
+        self._tasks.put((key, task))
+
+    def wait(self, key: int | None = None) -> None:
+        """Block until no task for ``key`` (None: no task at all) is left.
+
+        Raises:
+            BaseException: what a task raised, once.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._open.total() if key is None else self._open[key]))
+        self.check()
+
+    def check(self) -> None:
+        """Raise what a task raised, once."""
+        if self.failed is not None and not self._raised:
+            self._raised = True
+            raise self.failed
+
+    def require(self) -> None:
+        """Raise what a task raised or, when that has been done, that its state is not to be built on."""
+        self.check()
+        if self.failed is not None:
+            raise RuntimeError(
+                "An update failed half-way before, so weights and optimizer state do not belong together; "
+                "start again from the last checkpoint."
+            ) from self.failed
+
+    def close(self) -> None:
+        """Finish what was handed over and end the thread. Never raises."""
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join()
+            self._thread = None
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        while (item := self._tasks.get()) is not None:
+            key, task = item
+            try:
+                if self.failed is None:
+                    task()
+            except BaseException as error:
+                self.failed = error
+            finally:
+                del task  # what it holds must not live until the next one comes
+                with self._changed:
+                    self._open[key] -= 1
+                    self._changed.notify_all()

@@ -1,0 +1,77 @@
+"""`32-true` on the CPU gives the stock strategy's bits."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+import zoo
+from fitting import MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, fit, stock
+
+
+def compare(make: Any, arguments: dict[str, Any] | None = None, **strategy: Any) -> MegaTrainStrategy:
+    a, trainer_a = fit(make, stock(), **(arguments or {}))
+    mine = MegaTrainStrategy(**strategy)
+    schedules = []
+    mine_start = mine.on_train_start
+    mine.on_train_start = lambda: (schedules.append(mine.update_schedule), mine_start())[1]
+    b, trainer_b = fit(make, mine, **(arguments or {}))
+    assert_same_bits(a, b)
+    assert_same_optimizer_bits(trainer_a, trainer_b)
+    mine.seen_schedule = schedules[0]
+    return mine
+
+
+CLIPPED: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
+
+
+@pytest.mark.parametrize("name", zoo.ALL)
+def test_adamw_scheduler_accumulation_clipping(name: str) -> None:
+    compare(partial(zoo.ALL[name], scheduler=True), CLIPPED)
+
+
+@pytest.mark.parametrize("name", zoo.ALL)
+def test_in_backward(name: str) -> None:
+    mine = compare(partial(zoo.ALL[name], scheduler=True, log_norm=False), update="in_backward")
+    assert mine.seen_schedule == "in_backward"
+
+
+@pytest.mark.parametrize("update", ["blocking", "in_backward"])
+@pytest.mark.parametrize(
+    ("optimizer", "hyper"),
+    [
+        ("adam", {"weight_decay": 0.1}),
+        ("adamw", {"amsgrad": True}),
+        ("adamw", {"fused": True}),
+        ("sgd", {"momentum": 0.9, "nesterov": True}),
+        ("sgd", {}),
+        ("adafactor", {}),
+        ("radam", {}),
+    ],
+)
+def test_optimizers(optimizer: str, hyper: dict[str, Any], update: str) -> None:
+    compare(partial(zoo.Encoder, optimizer=optimizer, scheduler=True, log_norm=False, **hyper), update=update)
+
+
+def test_auto_takes_in_backward_when_nothing_needs_all_gradients() -> None:
+    assert compare(partial(zoo.Llama, log_norm=False)).seen_schedule == "in_backward"
+    assert compare(zoo.Llama).seen_schedule == "blocking"  # overrides on_before_optimizer_step
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3, 7])
+def test_accumulation(batches: int) -> None:
+    compare(zoo.Tied, {"accumulate_grad_batches": batches, "max_steps": 4})
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 9])
+def test_prefetch_depth_changes_nothing(prefetch: int) -> None:
+    compare(partial(zoo.Odd, scheduler=True), CLIPPED, prefetch=prefetch)
+
+
+def test_value_clipping() -> None:
+    compare(zoo.Gpt2, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"})
+
+
+def test_units_chosen_by_hand() -> None:
+    compare(zoo.Encoder, CLIPPED, units=["net.layers.0", "net.layers.2.linear1", "Embedding"])
+    compare(zoo.Encoder, CLIPPED, units=lambda name, module: name == "net.layers.1")
