@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.nn import Module
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -24,25 +25,32 @@ ClipByNorm = Callable[[Optimizer, float], None]
 
 
 class _PromoteNorms(TorchFunctionMode):
-    """Runs normalisations of fp32 activations with fp32 copies of bf16 weights.
+    """Runs normalisations with fp32 copies of bf16 weights where fp32 activations or statistics meet them.
 
-    CUDA's autocast does so by itself; the CPU's leaves mixed dtypes to kernels that refuse them.
+    Kernels refuse the mixture. CUDA's autocast promotes all but batch normalisation by itself, the CPU's none.
     """
 
-    _functions = frozenset({F.layer_norm, F.group_norm, F.batch_norm, torch.batch_norm, torch.layer_norm})
+    _norms = frozenset({F.layer_norm, F.group_norm, F.batch_norm})
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function in self._functions and args and args[0].dtype == torch.float32:
-            args = tuple(_widen(a) for a in args)
-            kwargs = {key: _widen(value) for key, value in kwargs.items()}
+        if function in self._norms:
+            given = (*args[1:], *kwargs.values())
+            if args[0].dtype == torch.float32 or any(_is(g, torch.float32) for g in given):
+                # The activations keep their dtype: kernels take bf16 ones with fp32 weights.
+                args = (args[0], *(_widen(a) for a in args[1:]))
+                kwargs = {key: _widen(value) for key, value in kwargs.items()}
         return function(*args, **kwargs)
 
 
+def _is(value: Any, dtype: torch.dtype) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == dtype
+
+
 def _widen(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
+    return value.float() if _is(value, torch.bfloat16) else value
 
 
 class FullPrecision(Precision):
@@ -67,10 +75,17 @@ class SplitMasterPrecision(MixedPrecision):
     def __init__(self, device: str) -> None:
         super().__init__("bf16-mixed", device)
         self.clip_by_norm: ClipByNorm | None = None
+        self._promotes_norms = device == "cpu"
+
+    @override
+    def convert_module(self, module: Module) -> Module:
+        has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
+        self._promotes_norms = self.device == "cpu" or has_batch_norm
+        return module
 
     def unit_context(self) -> contextlib.AbstractContextManager[Any]:
         """Entered around every block's forward and recompute."""
-        return _PromoteNorms() if self.device == "cpu" else contextlib.nullcontext()
+        return _PromoteNorms() if self._promotes_norms else contextlib.nullcontext()
 
     @override
     @contextlib.contextmanager

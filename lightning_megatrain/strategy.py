@@ -166,6 +166,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self._module()
+        self.precision_plugin.convert_module(module)
         training = trainer.state.fn == TrainerFn.FITTING
         check_model(module)
         if training:

@@ -8,9 +8,9 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
+from zoo import VOCAB, Zoo
 
 import lightning_megatrain
-from zoo import VOCAB, Zoo
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 MegaTrainStrategy = lightning_megatrain.MegaTrainStrategy
@@ -43,6 +43,7 @@ def fit(
     accelerator: str = "cpu",
     max_steps: int = 10,
     batch_size: int = 4,
+    samples: int = 120,
     **trainer_arguments: Any,
 ) -> tuple[Zoo, L.Trainer]:
     """Seed, build, fit. Equal arguments give equal data, initial weights and random numbers."""
@@ -57,7 +58,7 @@ def fit(
         **{**QUIET, **trainer_arguments},
     )
     L.seed_everything(2, verbose=False)
-    trainer.fit(module, loader(batch_size=batch_size))
+    trainer.fit(module, loader(samples, batch_size))
     return module, trainer
 
 

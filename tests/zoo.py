@@ -36,6 +36,9 @@ class Zoo(L.LightningModule):
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("test_loss", self.loss(batch))
 
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         grads = [p.grad for p in self.parameters() if p.grad is not None]
         assert all(g.shape == p.shape for p in self.parameters() if (g := p.grad) is not None)

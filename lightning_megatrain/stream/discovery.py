@@ -56,7 +56,8 @@ def find_units(model: nn.Module, units: UnitSelector = "auto") -> dict[str, nn.M
         classes = Counter(type(m).__name__ for n, m in model.named_modules() if n and _has_parameters(m))
         listed = ", ".join(name for name, _ in classes.most_common(8))
         raise ValueError(
-            f"No unit found: units={units!r} matches no module with parameters; module classes here are {listed}."
+            f"No unit found: units={units!r} matches no module with parameters; set MegaTrainStrategy(units=...) to "
+            f"'auto', to qualified names, or to class names such as {listed}."
         )
     return found
 

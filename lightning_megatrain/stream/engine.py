@@ -256,7 +256,8 @@ class Engine:
         parameters = ParameterGradients(len(shared) + len(wanted), slices)
         with self._bound(unit, call.preceding), call.conditions.restored(unit, self.streams):
             for part in slices:
-                leaves, outputs = self._run(call, slices.take(tensors, part), needs)
+                with call.conditions.numerics():
+                    leaves, outputs = self._run(call, slices.take(tensors, part), needs)
                 if part.stop in (None, len(tensors[0])) and [o.shape for o in outputs] != call.output_shapes:
                     raise RuntimeError(
                         f"Unit {unit.name!r} gave outputs of other shapes when it was recomputed; its forward must "

@@ -144,31 +144,38 @@ class Conditions:
 
     @contextlib.contextmanager
     def restored(self, unit: Unit, streams: Streams) -> Iterator[None]:
-        """Reproduce them; what is current now comes back afterwards.
-
-        The default dtype is process-wide and autograd runs this on a thread of its own, so everything is set
-        explicitly rather than inherited.
-        """
+        """Reproduce the state of generators, modules and buffers; what is current now comes back afterwards."""
         now = Conditions.capture(unit, streams)
         after = unit.buffers() if self.buffers is not None else None
+        try:
+            self._apply(unit, streams, now)
+            if self.buffers is not None:
+                unit.put_buffers({key: buffer.clone() for key, buffer in self.buffers.items()})
+            yield
+        finally:
+            now._apply(unit, streams, self)
+            if after is not None:
+                unit.put_buffers(after)
+
+    @contextlib.contextmanager
+    def numerics(self) -> Iterator[None]:
+        """Reproduce autocast and the default dtype, for the recompute alone: plain backwards run without either.
+
+        Both are set explicitly: autograd may run this on a thread of its own, and the default dtype is process-wide.
+        """
+        default_dtype = torch.get_default_dtype()
         with contextlib.ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            torch.set_default_dtype(self.default_dtype)
             try:
-                self._apply(unit, streams, now)
-                if self.buffers is not None:
-                    unit.put_buffers({key: buffer.clone() for key, buffer in self.buffers.items()})
                 yield
             finally:
-                now._apply(unit, streams, self)
-                if after is not None:
-                    unit.put_buffers(after)
+                torch.set_default_dtype(default_dtype)
 
     def _apply(self, unit: Unit, streams: Streams, current: "Conditions") -> None:
         if self.random_state is not None and current.random_state is not None:
             streams.set_random_state(self.random_state)
-        if self.default_dtype != current.default_dtype:
-            torch.set_default_dtype(self.default_dtype)
         if self.training != current.training:
             unit.set_training_flags(self.training)
         if self.requires_grad != current.requires_grad:

@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-
 import zoo
 from fitting import MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, fit, stock
 

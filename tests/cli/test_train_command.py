@@ -1,0 +1,133 @@
+"""`megatrain train` as a person runs it: a process of its own, in a folder of its own."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightning_megatrain
+from lightning_megatrain.cli.main import main
+
+pytestmark = pytest.mark.timeout(240)
+
+# The command runs in another folder and must still find the package that is under test here.
+PACKAGE_HOME = Path(lightning_megatrain.__file__).resolve().parents[1]
+TINY = [
+    "data.seq_len=32",
+    "data.max_train_bytes=65536",
+    "data.val_windows=8",
+    "model.config.hidden_size=32",
+    "model.config.intermediate_size=64",
+    "model.config.num_hidden_layers=3",
+    "sample.max_new_tokens=8",
+    "trainer.max_steps=6",
+    "trainer.accelerator=cpu",
+]
+
+
+@pytest.fixture
+def megatrain(tmp_path):
+    def run(*arguments, env=None):
+        paths = os.pathsep.join(filter(None, [str(PACKAGE_HOME), os.environ.get("PYTHONPATH")]))
+        return subprocess.run(
+            [sys.executable, "-m", "lightning_megatrain.cli.main", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "COLUMNS": "200", **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+
+    return run
+
+
+def metrics(folder):
+    with (folder / "csv" / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def val_losses(folder):
+    return [float(row["val_loss"]) for row in metrics(folder) if row.get("val_loss")]
+
+
+def test_a_run_leaves_a_report_a_checkpoint_and_a_log(megatrain, tmp_path):
+    result = megatrain("train", *TINY, "trainer.val_check_interval=3", "trainer.log_every_n_steps=1", "optim.lr=1e-2")
+    assert result.returncode == 0, result.stderr
+    for label in ("validation loss", "validation perplexity", "tokens/s", "host bytes per parameter", "peak host RSS"):
+        assert label in result.stdout
+    assert "def " in result.stdout.rsplit("sample", 1)[1]
+    assert "train_loss=" in result.stdout
+    assert "tokens_per_s=" in result.stdout
+
+    [folder] = (tmp_path / "outputs").glob("*/*")
+    rows = metrics(folder)
+    assert {"train_loss", "val_loss", "val_perplexity", "tokens_per_s", "tokens_seen"} <= rows[0].keys()
+    losses = val_losses(folder)
+    assert losses[-1] < losses[0]
+    [checkpoint] = (folder / "checkpoints").glob("*.ckpt")
+    assert checkpoint.name == "step-6.ckpt"
+    state = torch.load(checkpoint, weights_only=True)
+    assert state["global_step"] == 6
+    assert all(key.startswith("model.") for key in state["state_dict"])
+
+    resumed = megatrain("train", *TINY, "trainer.max_steps=8", f"ckpt_path={checkpoint}")
+    assert resumed.returncode == 0, resumed.stderr
+
+
+def test_megatrain_ends_where_the_stock_strategy_ends(megatrain, tmp_path):
+    result = megatrain("train", "-m", *TINY, "strategy=megatrain,single_device")
+    assert result.returncode == 0, result.stderr
+    ours, stock = (val_losses(tmp_path / folder) for folder in _jobs(tmp_path))
+    assert ours == stock
+
+
+def test_a_sweep_runs_every_precision(megatrain, tmp_path):
+    result = megatrain("train", "-m", *TINY, "precision=fp32,bf16_mixed", "strategy.update=in_backward")
+    assert result.returncode == 0, result.stderr
+    full, mixed = (val_losses(tmp_path / folder)[-1] for folder in _jobs(tmp_path))
+    assert mixed == pytest.approx(full, rel=0.02)
+    assert mixed != full
+
+
+def _jobs(tmp_path):
+    [sweep] = (tmp_path / "multirun").glob("*/*")
+    return sorted(path for path in sweep.iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.max_step=3", "Key 'max_step' is not in struct"),
+        ("precision=fp8", "Could not find 'precision/fp8'"),
+        ("trainer.max_steps=many", "trainer.max_steps='many' is not valid: it must be an integer"),
+        ("strategy.update=sideways", "sideways"),
+        ("strategy.prefetch=-1", "prefetch=-1"),
+        ("data.seq_len=1", "data.seq_len=1 must be at least 2"),
+        ("model.arch=lama", "did you mean llama"),
+        ("ckpt_path=nowhere.ckpt", "nowhere.ckpt"),
+    ],
+)
+def test_what_is_wrong_is_said_without_a_traceback(tmp_path, monkeypatch, capsys, override, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(["train", *TINY, override])
+    assert stop.value.code == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_the_traceback_is_there_on_request(megatrain):
+    wrong = "data.seq_len=1"
+    plain = megatrain("train", *TINY, wrong)
+    full = megatrain("train", *TINY, wrong, env={"HYDRA_FULL_ERROR": "1"})
+    assert plain.returncode == full.returncode == 1
+    assert "data.seq_len=1 must be" in plain.stderr
+    assert "data.seq_len=1 must be" in full.stderr
+    assert "Traceback" not in plain.stderr
+    assert "Traceback" in full.stderr
