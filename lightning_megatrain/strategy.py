@@ -62,6 +62,9 @@ class MegaTrainStrategy(SingleDeviceStrategy):
 
     strategy_name = "megatrain"
 
+    update_thread_on_cpu = False
+    """Run updates on the worker thread even where the CPU is the device; slower there, for tests."""
+
     def __init__(
         self,
         *,
@@ -203,7 +206,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         store.adopt()
         self._store = store
         if training:
-            self._updater = Updater(store, self.optimizers, schedule, pin=pin)
+            inline = self.root_device.type == "cpu" and not self.update_thread_on_cpu
+            self._updater = Updater(store, self.optimizers, schedule, pin=pin, inline=inline)
         if not isinstance(precision, FullPrecision):
             precision.clip_by_norm = self._clip_by_norm
         self._engine = Engine(
@@ -243,6 +247,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             engine.close()
         if updater is not None:
             updater.close()
+        del engine, updater  # with their views of the arenas, so that these go group by group
         if store is not None:
             store.release()
         if buffers is not None:

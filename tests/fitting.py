@@ -13,7 +13,13 @@ from zoo import VOCAB, Zoo
 import lightning_megatrain
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-MegaTrainStrategy = lightning_megatrain.MegaTrainStrategy
+
+
+class MegaTrainStrategy(lightning_megatrain.MegaTrainStrategy):
+    """As on a GPU, host work is done by the worker thread."""
+
+    update_thread_on_cpu = True
+
 
 QUIET: dict[str, Any] = {
     "logger": False,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatrain.memory.arena import Arena
+from lightning_megatrain.memory.host import give_back_freed_memory
 from lightning_megatrain.memory.layout import Group
 from lightning_megatrain.memory.split import join_master, split_master_
 
@@ -73,6 +74,7 @@ class Store:
                 _check_adoptable(entry.name, parameter)
         for group in self.groups:
             self._adopt_group(group)
+            give_back_freed_memory()
 
     def _adopt_group(self, group: Group) -> None:
         layout, dtype = group.layout, self.format.wire_dtype

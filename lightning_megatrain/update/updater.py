@@ -49,11 +49,14 @@ class Updater:
         optimizers: the user's optimizers; ``in_backward`` takes exactly one.
         schedule: when the update runs.
         pin: register gradient memory with CUDA.
+        inline: do the host's share on the calling thread instead of a worker's.
     """
 
-    def __init__(self, store: Store, optimizers: Sequence[Optimizer], schedule: Schedule, *, pin: bool) -> None:
+    def __init__(
+        self, store: Store, optimizers: Sequence[Optimizer], schedule: Schedule, *, pin: bool, inline: bool
+    ) -> None:
         self.schedule = schedule
-        self.worker = Worker()
+        self.worker = Worker(inline=inline)
         self._store = store
         self._groups = store.groups
         self._optimizers = list(optimizers)

@@ -13,9 +13,14 @@ class Worker:
 
     The first exception of a task stops all further ones: it is raised once, as it is, by the next call of
     :meth:`wait` or :meth:`check`, and :attr:`failed` stays set, for the state it left behind is torn.
+
+    Args:
+        inline: run each task at once on the thread that hands it over. Where the CPU computes as well there is nothing
+            to hide behind, and a second thread would only compete for its cores.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, inline: bool = False) -> None:
+        self._inline = inline
         self.failed: BaseException | None = None
         self._raised = False
         self._tasks: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -30,6 +35,9 @@ class Worker:
             RuntimeError: a task failed before and its exception has been raised already.
         """
         self.require()
+        if self._inline:
+            self._do(task)
+            return
         with self._changed:
             self._open[key] += 1
         if self._thread is None:
@@ -69,17 +77,19 @@ class Worker:
             self._thread.join()
             self._thread = None
 
-    @torch.no_grad()
     def _run(self) -> None:
         while (item := self._tasks.get()) is not None:
             key, task = item
-            try:
-                if self.failed is None:
-                    task()
-            except BaseException as error:
-                self.failed = error
-            finally:
-                del task  # what it holds must not live until the next one comes
-                with self._changed:
-                    self._open[key] -= 1
-                    self._changed.notify_all()
+            self._do(task)
+            del item, task  # what they hold must not live until the next one comes
+            with self._changed:
+                self._open[key] -= 1
+                self._changed.notify_all()
+
+    @torch.no_grad()
+    def _do(self, task: Callable[[], None]) -> None:
+        try:
+            if self.failed is None:
+                task()
+        except BaseException as error:
+            self.failed = error

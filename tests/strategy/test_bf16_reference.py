@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 import zoo
+from bf16_reference import StepReference
 from fitting import MegaTrainStrategy, fit
-from reference import StepReference
 
 NAMES = [n for n in zoo.ALL if n != "odd"]
 

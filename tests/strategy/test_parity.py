@@ -52,6 +52,13 @@ def test_optimizers(optimizer: str, hyper: dict[str, Any], update: str) -> None:
     compare(partial(zoo.Encoder, optimizer=optimizer, scheduler=True, log_norm=False, **hyper), update=update)
 
 
+@pytest.mark.parametrize("update", ["blocking", "in_backward"])
+def test_updates_on_the_calling_thread(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MegaTrainStrategy, "update_thread_on_cpu", False)
+    arguments = {"accumulate_grad_batches": 2} if update == "blocking" else {}
+    compare(partial(zoo.Odd, scheduler=True, log_norm=False), arguments, update=update)
+
+
 def test_auto_takes_in_backward_when_nothing_needs_all_gradients() -> None:
     assert compare(partial(zoo.Llama, log_norm=False)).seen_schedule == "in_backward"
     assert compare(zoo.Llama).seen_schedule == "blocking"  # overrides on_before_optimizer_step

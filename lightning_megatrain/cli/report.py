@@ -1,0 +1,76 @@
+"""The table and the sample that end a training run."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """What one run reached; None where it is not known.
+
+    Args:
+        val_loss: before and after training, nats per token.
+        val_perplexity: before and after training.
+        tokens_per_s: mean rate of training.
+        host_bytes_per_parameter: persistent host memory of the strategy, bytes.
+        peak_host_rss: of this process so far, bytes.
+        checkpoint: path of the last checkpoint.
+        log: path of the metrics.
+    """
+
+    val_loss: tuple[float, float]
+    val_perplexity: tuple[float, float]
+    tokens_per_s: float | None
+    host_bytes_per_parameter: float | None
+    peak_host_rss: int | None
+    checkpoint: Path | None
+    log: Path | None
+
+    def table(self) -> Table:
+        """Lay the report out, one fact a row."""
+        table = Table(show_header=False, title="megatrain train", title_justify="left")
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        table.add_row("validation loss", _change(self.val_loss, ".3f"))
+        table.add_row("validation perplexity", _change(self.val_perplexity, ".2f"))
+        table.add_row("tokens/s", _known(self.tokens_per_s, ",.0f"))
+        table.add_row("host bytes per parameter", _known(self.host_bytes_per_parameter, ".2f"))
+        rss = None if self.peak_host_rss is None else self.peak_host_rss / 2**30
+        table.add_row("peak host RSS", _known(rss, ".2f", " GiB"))
+        table.add_row("checkpoint", str(self.checkpoint or "-"))
+        table.add_row("log", str(self.log or "-"))
+        return table
+
+    def print(self, sample: str | None) -> None:
+        """Print the table and, where there is one, the sampled continuation."""
+        # Paths must stay whole when the output goes to a file, where rich assumes 80 columns.
+        console = Console(soft_wrap=False, width=None if sys.stdout.isatty() else 160)
+        console.print(self.table())
+        if sample is not None:
+            console.print(Text("sample", style="bold"))
+            console.print(Text(sample), soft_wrap=True)
+
+
+def peak_host_rss() -> int | None:
+    """Return the largest resident size of this process so far, in bytes; None where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _change(pair: tuple[float, float], form: str) -> str:
+    return f"{pair[0]:{form}} -> {pair[1]:{form}}"
+
+
+def _known(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"

@@ -1,0 +1,114 @@
+"""`megatrain train`: compose, evaluate, train, evaluate again, report."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from omegaconf import DictConfig, OmegaConf
+from torch.utils.data import DataLoader
+
+from lightning_megatrain.callbacks.throughput import Throughput
+from lightning_megatrain.cli.app import run_app
+from lightning_megatrain.cli.report import TrainReport, peak_host_rss
+from lightning_megatrain.cli.values import check_values
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command with Hydra overrides and flags; returns the exit status."""
+    run_app(train, command="train", config_name="train", argv=argv)
+    return 0
+
+
+def train(cfg: DictConfig) -> float:
+    """Train what `cfg` describes and print the report.
+
+    Args:
+        cfg: the composed `train.yaml`.
+
+    Returns:
+        The final validation loss in nats per token, which is what a Hydra sweeper minimises.
+    """
+    check_values(cfg, targets={"optim": cfg.model["_target_"]})
+    _quieten()
+    L.seed_everything(cfg.seed, workers=True, verbose=False)
+    data: L.LightningDataModule = instantiate(cfg.data)
+    module: L.LightningModule = instantiate(cfg.model, **_plain(cfg.optim))
+    module.sampling = instantiate(cfg.sample)
+    trainer: L.Trainer = instantiate(
+        cfg.trainer,
+        strategy=instantiate(cfg.strategy),
+        callbacks=[instantiate(callback) for callback in cfg.callbacks.values() if callback is not None],
+        logger=instantiate(cfg.logger) if cfg.logger is not None else False,
+    )
+
+    before = trainer.validate(module, data, ckpt_path=cfg.ckpt_path, verbose=False)[0]
+    trainer.fit(module, data, ckpt_path=cfg.ckpt_path)
+    bytes_per_parameter = getattr(trainer.strategy, "host_bytes_per_parameter", None)
+    after = trainer.validate(module, data, verbose=False)[0]
+    report = TrainReport(
+        val_loss=(before["val_loss"], after["val_loss"]),
+        val_perplexity=(before["val_perplexity"], after["val_perplexity"]),
+        tokens_per_s=_throughput(trainer),
+        host_bytes_per_parameter=bytes_per_parameter,
+        peak_host_rss=peak_host_rss(),
+        checkpoint=_checkpoint(trainer),
+        log=_log(trainer),
+    )
+    report.print(_sample(trainer, module, data, cfg.prompt))
+    return after["val_loss"]
+
+
+def _quieten() -> None:
+    """Silence what Lightning says to people who wrote the script; who typed a command can do nothing about it."""
+    for message in (
+        ".*does not have many workers.*",  # the data is in memory: worker processes would only copy it
+        ".*You have overridden `on_before_batch_transfer`.*",  # as intended: every data module gets it
+        ".*`isinstance.treespec, LeafSpec.` is deprecated.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "litlogger" not in record.msg)
+
+
+def _plain(node: DictConfig) -> dict[str, Any]:
+    """Return a config node as ordinary containers, its interpolations resolved."""
+    container = OmegaConf.to_container(node, resolve=True)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def _sample(trainer: L.Trainer, module: L.LightningModule, data: Any, prompt: str) -> str | None:
+    """Continue `prompt` under the trainer's own strategy and precision; None if no token is wanted."""
+    if module.sampling.max_new_tokens == 0:
+        return None
+    batches: DataLoader[Any] = DataLoader([{"input_ids": data.encode(prompt)}], batch_size=1)  # type: ignore[arg-type]
+    [tokens] = trainer.predict(module, batches)
+    return data.decode(tokens[0])
+
+
+def _throughput(trainer: L.Trainer) -> float | None:
+    for callback in trainer.callbacks:
+        if isinstance(callback, Throughput):
+            return callback.mean_tokens_per_s
+    return None
+
+
+def _checkpoint(trainer: L.Trainer) -> Path | None:
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.best_model_path:
+            return Path(callback.best_model_path)
+    return None
+
+
+def _log(trainer: L.Trainer) -> Path | None:
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger):
+            return Path(logger.log_dir) / logger.experiment.NAME_METRICS_FILE
+    return None

@@ -1,0 +1,191 @@
+"""What only a CUDA device can show. Run with `pytest -m gpu`."""
+
+import gc
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import zoo
+from bf16_reference import StepReference
+from fitting import QUIET, MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, fit, loader
+from rss_probe import Stack
+
+from lightning_megatrain.memory.arena import Arena
+from lightning_megatrain.stream.streams import CudaStreams, Streams
+from lightning_megatrain.update.optimizers import GroupUpdate
+from lightning_megatrain.update.updater import Updater
+
+pytestmark = pytest.mark.gpu
+
+SCHEDULES = ["blocking", "in_backward"]
+
+
+def run(
+    make: Any, precision: str = "32-true", steps: int = 8, callbacks: Any = None, trainer: Any = None, **strategy: Any
+):
+    return fit(
+        make,
+        MegaTrainStrategy(host_memory="32GiB", **strategy),
+        precision=precision,
+        accelerator="gpu",
+        deterministic="warn",
+        max_steps=steps,
+        callbacks=callbacks,
+        **(trainer or {}),
+    )
+
+
+@pytest.mark.parametrize("update", SCHEDULES)
+@pytest.mark.parametrize("name", [n for n in zoo.ALL if n != "odd"])
+def test_bf16_mixed_equals_the_reference(name: str, update: str) -> None:
+    reference = StepReference()
+    run(partial(zoo.ALL[name], scheduler=True, log_norm=False), "bf16-mixed", callbacks=[reference], update=update)
+    assert reference.steps == 8
+    assert reference.worst <= 1
+
+
+def test_bf16_mixed_with_clipping_equals_the_reference() -> None:
+    reference = StepReference(clip=0.1)
+    run(zoo.Llama, "bf16-mixed", callbacks=[reference], trainer={"gradient_clip_val": 0.1})
+    assert reference.worst <= 1
+
+
+def random_delays(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Slow every lane and the worker down at random, up to about a millisecond an operation."""
+    dice = random.Random(seed)
+
+    def delay(lane: str) -> None:
+        if dice.random() < 0.4:
+            torch.cuda._sleep(dice.randrange(1, 2_000_000))
+
+    monkeypatch.setattr(Streams, "on", staticmethod(lambda device: CudaStreams(device, delay)))
+    landing = Updater._landing
+
+    def slow(self: Updater, *args: Any) -> Callable[[], None]:
+        task = landing(self, *args)
+
+        def later() -> None:
+            time.sleep(dice.random() * 1e-3)
+            task()
+
+        return later
+
+    monkeypatch.setattr(Updater, "_landing", slow)
+
+
+@pytest.mark.parametrize("update", SCHEDULES)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", ["llama", "frozen", "odd", "moe"])
+def test_random_delays_change_no_bit(name: str, precision: str, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = partial(zoo.ALL[name], log_norm=update == "blocking")
+    accumulate = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5} if update == "blocking" else {}
+    a, trainer_a = run(make, precision, update=update, prefetch=0, trainer=accumulate)
+    for seed in range(3):
+        with monkeypatch.context() as patch:
+            random_delays(patch, seed)
+            b, trainer_b = run(make, precision, update=update, prefetch=seed, trainer=accumulate)
+        assert_same_bits(a, b)
+        assert_same_optimizer_bits(trainer_a, trainer_b)
+
+
+def test_schedules_agree_to_the_bit() -> None:
+    for precision in ("32-true", "bf16-mixed", "bf16-true"):
+        make = partial(zoo.Gpt2, log_norm=False, scheduler=True)
+        a, trainer_a = run(make, precision, update="blocking")
+        b, trainer_b = run(make, precision, update="in_backward")
+        assert_same_bits(a, b)
+        assert_same_optimizer_bits(trainer_a, trainer_b)
+
+
+def test_gradients_equal_the_stock_strategys() -> None:
+    """The optimizer runs on another processor here, so weights may differ in the last place; one step's losses and
+    gradient norms may not."""
+    a, _ = fit(zoo.Encoder, "auto", accelerator="gpu", deterministic="warn", max_steps=1)
+    b, _ = run(zoo.Encoder, steps=1)
+    assert torch.equal(a.losses[0], b.losses[0])
+    torch.testing.assert_close(a.norms[0], b.norms[0], rtol=1e-6, atol=0)
+    for x, y in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(x.cpu(), y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_validate_fit_validate(precision: str) -> None:
+    L.seed_everything(1, verbose=False)
+    module = zoo.Tied()
+    strategy = MegaTrainStrategy(host_memory="32GiB")
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="gpu",
+        devices=1,
+        precision=precision,
+        max_steps=6,
+        val_check_interval=3,
+        **QUIET,
+    )
+    first = trainer.validate(module, loader(16), verbose=False)[0]["val_loss"]
+    trainer.fit(module, loader(), loader(16))
+    last = trainer.validate(module, loader(16), verbose=False)[0]["val_loss"]
+    assert last < first
+    assert all(p.device.type == "cpu" and p.dtype == torch.float32 for p in module.parameters())
+    del strategy, trainer
+    gc.collect()
+
+
+def test_arenas_are_pinned_exactly_and_unregistered() -> None:
+    for _ in range(3):
+        arena = Arena(3 * 2**20 + 4096, pin=True)
+        assert arena.pinned
+        view = arena.view(torch.float32, 1024)
+        assert view.is_pinned()
+        assert torch.equal(view.cuda(non_blocking=True).cpu(), view)
+        arena.close()
+        assert not view.is_pinned()
+
+
+def peak(width: int, layers: int, rows: int, **strategy: Any) -> tuple[int, dict[str, int]]:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    base = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    chosen = MegaTrainStrategy(host_memory="64GiB", **strategy)
+    trainer = L.Trainer(strategy=chosen, accelerator="gpu", devices=1, precision="bf16-mixed", max_steps=3, **QUIET)
+    trainer.fit(Stack(width, layers), torch.utils.data.DataLoader(torch.randn(4 * rows, 16), batch_size=rows))
+    assert chosen.plan is not None
+    return torch.cuda.max_memory_allocated() - base, chosen.plan.device
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_peak_device_memory_follows_the_formula_and_not_the_depth(prefetch: int) -> None:
+    width, rows = 1024, 64
+    deep, plan = peak(width, 40, rows, prefetch=prefetch)
+    shallow, _ = peak(width, 20, rows, prefetch=prefetch)
+    unit = plan["slots"] // (prefetch + 1)
+    # One block at work, at most fp32 throughout, forward and backward: x, norm, up and relu, down, sum, twice; plus
+    # saved inputs of every unit; plus cuBLAS's workspace.
+    block = 2 * rows * (4 * width + 2 * 4 * width) * 4
+    saved = 40 * rows * width * 4
+    workspace = 40 * 2**20
+    print(f"peak {deep / 2**20:.1f} MiB, unit {unit / 2**20:.1f}, plan {sum(plan.values()) / 2**20:.1f}")
+    # Autograd's own gradients of one unit exist while they are packed.
+    assert deep <= sum(plan.values()) + unit + block + saved + workspace
+    assert deep - shallow <= 20 * rows * width * 4 + 2**20
+
+
+def test_a_worker_error_surfaces_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_megatrain.update.optimizers import AdamUpdate
+
+    def update(self: GroupUpdate, group: Any, *args: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    make = partial(zoo.Llama, log_norm=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(AdamUpdate, "update", update)
+        with pytest.raises(ZeroDivisionError, match="planted"):
+            run(make, "bf16-mixed", update="in_backward")
+    run(make, "bf16-mixed", update="in_backward", steps=2)
