@@ -1,21 +1,14 @@
 """`megatrain train` as a person runs it: a process of its own, in a folder of its own."""
 
-import csv
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from run_log import metrics, val_losses
 
-import lightning_megatrain
 from lightning_megatrain.cli.main import main
 
 pytestmark = pytest.mark.timeout(240)
 
-# The command runs in another folder and must still find the package that is under test here.
-PACKAGE_HOME = Path(lightning_megatrain.__file__).resolve().parents[1]
 TINY = [
     "data.seq_len=32",
     "data.max_train_bytes=65536",
@@ -27,32 +20,6 @@ TINY = [
     "trainer.max_steps=6",
     "trainer.accelerator=cpu",
 ]
-
-
-@pytest.fixture
-def megatrain(tmp_path):
-    def run(*arguments, env=None):
-        paths = os.pathsep.join(filter(None, [str(PACKAGE_HOME), os.environ.get("PYTHONPATH")]))
-        return subprocess.run(
-            [sys.executable, "-m", "lightning_megatrain.cli.main", *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "COLUMNS": "200", **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
-
-    return run
-
-
-def metrics(folder):
-    with (folder / "csv" / "metrics.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
-def val_losses(folder):
-    return [float(row["val_loss"]) for row in metrics(folder) if row.get("val_loss")]
 
 
 def test_a_run_leaves_a_report_a_checkpoint_and_a_log(megatrain, tmp_path):
