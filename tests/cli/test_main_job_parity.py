@@ -25,7 +25,6 @@ def final_losses(megatrain: Any, folder: Path, *arguments: str) -> tuple[float, 
             f"strategy={strategy}",
             "precision=bf16_mixed",
             "sample.max_new_tokens=0",
-            "trainer.enable_progress_bar=false",
             f"hydra.run.dir={run}",
             *arguments,
         )

@@ -1,6 +1,5 @@
 """`megatrain train` as a person runs it: a process of its own, in a folder of its own."""
 
-
 import pytest
 import torch
 from run_log import metrics, val_losses
