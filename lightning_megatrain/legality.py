@@ -56,26 +56,41 @@ def check_optimizers(optimizers: Sequence[Optimizer], store_format: StoreFormat,
             )
 
 
-def choose_schedule(wanted: str, trainer: Trainer, optimizers: Sequence[Optimizer]) -> tuple[Schedule, str]:
+def choose_schedule(
+    wanted: str, trainer: Trainer, optimizers: Sequence[Optimizer], *, on_cpu: bool
+) -> tuple[Schedule, str]:
     """The schedule to run, and why.
 
+    Args:
+        wanted: a schedule, or ``"auto"`` for the fastest that is legal.
+        trainer: the trainer about to fit.
+        optimizers: its optimizers.
+        on_cpu: the CPU computes, so that an update has nothing to hide behind.
+
     Raises:
-        MisconfigurationException: ``in_backward`` was asked for and something needs all gradients first.
+        MisconfigurationException: the schedule asked for is not legal.
     """
     if wanted == "blocking":
         return "blocking", "as asked"
-    obstacle = _needs_all_gradients(trainer, optimizers)
-    if obstacle is None:
-        return "in_backward", "as asked" if wanted == "in_backward" else "nothing needs all gradients at once"
-    if wanted == "in_backward":
-        raise MisconfigurationException(
-            f"update='in_backward' uses each gradient as it arrives, but {obstacle}; "
-            "set MegaTrainStrategy(update='blocking') or 'auto'."
-        )
-    return "blocking", obstacle
+    for_all = _owns_its_step(trainer, optimizers)
+    needs_all = for_all or _needs_all_gradients(trainer)
+    obstacles = {"in_backward": needs_all, "next_forward": for_all}
+    if wanted != "auto":
+        if (obstacle := obstacles[wanted]) is not None:
+            what = "each gradient as it arrives" if wanted == "in_backward" else "the gradients after the step"
+            raise MisconfigurationException(
+                f"update={wanted!r} uses {what}, but {obstacle}; set MegaTrainStrategy(update='blocking') or 'auto'."
+            )
+        return ("in_backward" if wanted == "in_backward" else "next_forward"), "as asked"
+    if needs_all is None:
+        return "in_backward", "nothing needs all gradients at once"
+    if for_all is None and not on_cpu:
+        return "next_forward", needs_all
+    return "blocking", for_all or f"{needs_all}, and the CPU has nothing to hide an update behind"
 
 
-def _needs_all_gradients(trainer: Trainer, optimizers: Sequence[Optimizer]) -> str | None:
+def _owns_its_step(trainer: Trainer, optimizers: Sequence[Optimizer]) -> str | None:
+    """Why the step must be over when ``optimizer.step()`` returns."""
     module = trainer.lightning_module
     if not module.automatic_optimization:
         return "the module optimizes manually"
@@ -83,13 +98,21 @@ def _needs_all_gradients(trainer: Trainer, optimizers: Sequence[Optimizer]) -> s
         return f"there are {len(optimizers)} optimizers"
     if not is_per_parameter(optimizers[0]):
         return f"{type(optimizers[0]).__name__} is not known to update each parameter by itself"
+    if is_overridden("optimizer_step", module, parent=LightningModule):
+        return "the module overrides optimizer_step"
+    return None
+
+
+def _needs_all_gradients(trainer: Trainer) -> str | None:
+    """Why no gradient may be used before all have been made."""
+    module = trainer.lightning_module
     if trainer.accumulate_grad_batches != 1 or any(
         isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks
     ):
         return "gradients are accumulated over batches"
     if trainer.gradient_clip_val:
         return "gradients are clipped"
-    for hook in (*_GRADIENT_HOOKS, "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "backward"):
+    for hook in (*_GRADIENT_HOOKS, "configure_gradient_clipping", "optimizer_zero_grad", "backward"):
         if is_overridden(hook, module, parent=LightningModule):
             return f"the module overrides {hook}"
     for callback in trainer.callbacks:
@@ -97,3 +120,17 @@ def _needs_all_gradients(trainer: Trainer, optimizers: Sequence[Optimizer]) -> s
             if is_overridden(hook, callback, parent=Callback):
                 return f"{type(callback).__name__} overrides {hook}"
     return None
+
+
+def gradients_stay_untouched(trainer: Trainer) -> bool:
+    """Whether no hook could change ``p.grad`` between the backward and clipping."""
+    module = trainer.lightning_module
+    hooks = (*_GRADIENT_HOOKS, "on_before_zero_grad")
+    return not (
+        any(
+            is_overridden(h, module, parent=LightningModule)
+            for h in (*hooks, "configure_gradient_clipping", "backward")
+        )
+        or any(is_overridden(h, c, parent=Callback) for c in trainer.callbacks for h in hooks)
+        or not module.automatic_optimization
+    )

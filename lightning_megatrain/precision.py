@@ -53,7 +53,20 @@ def _widen(value: Any) -> Any:
     return value.float() if _is(value, torch.bfloat16) else value
 
 
-class FullPrecision(Precision):
+class _ClipsOnHost(Precision):
+    """Leaves clipping by norm to the strategy, which knows the norm without reading every gradient again."""
+
+    clip_by_norm: ClipByNorm | None = None
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        if self.clip_by_norm is None:
+            super().clip_grad_by_norm(optimizer, clip_val)
+        else:
+            self.clip_by_norm(optimizer, float(clip_val))
+
+
+class FullPrecision(_ClipsOnHost, Precision):
     """``32-true``: fp32 weights, compute, gradients and moments; the same numbers as the stock strategy."""
 
     store_format = StoreFormat.FP32
@@ -63,7 +76,7 @@ class FullPrecision(Precision):
         return contextlib.nullcontext()
 
 
-class SplitMasterPrecision(MixedPrecision):
+class SplitMasterPrecision(_ClipsOnHost, MixedPrecision):
     """``bf16-mixed``: bf16 weights and gradients on the device, under autocast, over an exact fp32 master.
 
     Args:
@@ -74,7 +87,6 @@ class SplitMasterPrecision(MixedPrecision):
 
     def __init__(self, device: str) -> None:
         super().__init__("bf16-mixed", device)
-        self.clip_by_norm: ClipByNorm | None = None
         self._promotes_norms = device == "cpu"
 
     @override
@@ -93,20 +105,14 @@ class SplitMasterPrecision(MixedPrecision):
         with super().forward_context(), self.unit_context():
             yield
 
-    @override
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        assert self.clip_by_norm is not None
-        self.clip_by_norm(optimizer, float(clip_val))
 
-
-class Bf16Precision(HalfPrecision):
+class Bf16Precision(_ClipsOnHost, HalfPrecision):
     """``bf16-true``: bf16 weights, compute and gradients, fp32 moments for Adam."""
 
     store_format = StoreFormat.BF16
 
     def __init__(self) -> None:
         super().__init__("bf16-true")
-        self.clip_by_norm: ClipByNorm | None = None
 
     def unit_context(self) -> contextlib.AbstractContextManager[Any]:
         """Entered around every block's forward and recompute."""
@@ -115,11 +121,6 @@ class Bf16Precision(HalfPrecision):
     @override
     def convert_module(self, module: Module) -> Module:
         return module
-
-    @override
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        assert self.clip_by_norm is not None
-        self.clip_by_norm(optimizer, float(clip_val))
 
 
 MegaTrainPrecision = FullPrecision | SplitMasterPrecision | Bf16Precision

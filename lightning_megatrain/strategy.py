@@ -1,7 +1,7 @@
 """The Lightning strategy: Lightning's order of calls on one side, the engine and the updater on the other."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import torch
@@ -21,18 +21,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatrain.legality import check_model, check_optimizers, choose_schedule
+from lightning_megatrain.fence import Fence, who_looks_between_steps
+from lightning_megatrain.legality import (
+    check_model,
+    check_optimizers,
+    choose_schedule,
+    gradients_stay_untouched,
+)
 from lightning_megatrain.memory.host import available_host_bytes, parse_bytes
 from lightning_megatrain.memory.plan import Plan, make_plan
 from lightning_megatrain.memory.store import Store, StoreFormat
 from lightning_megatrain.placement import BufferPlacement
-from lightning_megatrain.precision import FullPrecision, MegaTrainPrecision, translate
+from lightning_megatrain.precision import MegaTrainPrecision, translate
 from lightning_megatrain.stream.discovery import UnitSelector, find_units, make_groups
 from lightning_megatrain.stream.engine import Engine
 from lightning_megatrain.stream.gradients import GRADIENT_BUFFERS
 from lightning_megatrain.stream.streams import Streams
+from lightning_megatrain.update.gradients import SLABS
+from lightning_megatrain.update.kernel import describe as describe_kernel
 from lightning_megatrain.update.optimizers import moment_bytes
-from lightning_megatrain.update.updater import SLABS, Schedule, Updater
+from lightning_megatrain.update.threads import plan_threads
+from lightning_megatrain.update.updater import Schedule, Updater
 
 
 class MegaTrainStrategy(SingleDeviceStrategy):
@@ -47,10 +56,19 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             size, so a large batch fits a small device. ``None`` runs the whole batch at once. The batch is dimension 0
             of the unit's first floating-point input.
         update: when the host optimizer runs. ``"in_backward"`` updates each unit as its gradients arrive, behind the
-            backward of the others; ``"blocking"`` updates in ``optimizer.step()``; ``"auto"`` takes ``in_backward``
-            where nothing needs all gradients at once, and says which and why.
+            backward of the others; ``"next_forward"`` hides the update behind the forward of the next step, so that
+            gradients can be clipped and accumulated first; ``"blocking"`` updates in ``optimizer.step()``;
+            ``"auto"`` takes ``in_backward``
+            where nothing needs all gradients at once, else ``next_forward`` where it may, and says which and why.
         host_memory: the most host memory to use, such as ``"120GiB"`` or a number of bytes; ``"auto"`` takes what
             this process can still get.
+        threads: threads of the host optimizer; ``"auto"`` takes the physical cores but a few for launching GPU work.
+        moments_dtype: dtype of Adam's moments in ``bf16-mixed`` and ``bf16-true``: ``"float32"``, or ``"bfloat16"`` to
+            save 4 bytes per parameter.
+        stochastic_rounding: in ``bf16-true``, round weights up or down at random so that small updates count on
+            average; reproducible from the seed of ``seed_everything``.
+        nonfinite: when gradients are clipped by norm and the norm is not finite: ``"raise"``, or ``"skip"`` to leave
+            the step out whole and count it in ``skipped_steps``.
         pin_memory: register host memory with CUDA, so that copies run at the link's rate beside the computation.
         accelerator: Lightning's accelerator; normally set through ``Trainer(accelerator=...)``.
         checkpoint_io: Lightning's checkpoint plugin.
@@ -71,8 +89,12 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         units: str | Sequence[str] | Callable[[str, nn.Module], bool] = "auto",
         prefetch: int = 2,
         microbatch: int | None = None,
-        update: Literal["auto", "in_backward", "blocking"] = "auto",
+        update: Literal["auto", "in_backward", "next_forward", "blocking"] = "auto",
         host_memory: str | int = "auto",
+        threads: int | Literal["auto"] = "auto",
+        moments_dtype: Literal["float32", "bfloat16"] = "float32",
+        stochastic_rounding: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
         pin_memory: bool = True,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -82,8 +104,11 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             raise ValueError(f"prefetch={prefetch} is not a number of units; set 0 or more.")
         if microbatch is not None and microbatch < 1:
             raise ValueError(f"microbatch={microbatch} is not a batch size; set 1 or more, or None.")
-        if update not in ("auto", "in_backward", "blocking"):
-            raise ValueError(f"update={update!r} is unknown; set 'auto', 'in_backward' or 'blocking'.")
+        _require_one_of("update", update, ("auto", "in_backward", "next_forward", "blocking"))
+        _require_one_of("moments_dtype", moments_dtype, ("float32", "bfloat16"))
+        _require_one_of("nonfinite", nonfinite, ("raise", "skip"))
+        if threads != "auto" and threads < 1:
+            raise ValueError(f"threads={threads} is not a number of threads; set 1 or more, or 'auto'.")
         if host_memory != "auto":
             parse_bytes(host_memory)
         self._units_selector: UnitSelector = units
@@ -91,12 +116,19 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self._microbatch = microbatch
         self._update = update
         self._host_memory = host_memory
+        self._threads = threads
+        self._moments_dtype = torch.bfloat16 if moments_dtype == "bfloat16" else torch.float32
+        self._stochastic_rounding = stochastic_rounding
+        self._nonfinite = nonfinite
         self._pin_memory = pin_memory
+        self._fence: Fence | None = None
+        self._gradients_untouched = False
         self._engine: Engine | None = None
         self._updater: Updater | None = None
         self._store: Store | None = None
         self._buffers: BufferPlacement | None = None
         self._residents_fresh = False
+        self._skipped_steps = 0
         self.plan: Plan | None = None
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
 
@@ -186,14 +218,16 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         schedule: Schedule = "blocking"
         if training:
             check_optimizers(self.optimizers, store_format, groups)
-            schedule, why = choose_schedule(self._update, trainer, self.optimizers)
+            self._check_formats(store_format)
+            on_cpu = self.root_device.type == "cpu"
+            schedule, why = choose_schedule(self._update, trainer, self.optimizers, on_cpu=on_cpu)
             rank_zero_info(f"megatrain: {len(units)} units, update {schedule!r} ({why})")
         self.plan = make_plan(
             groups,
             store_format,
             training=training,
-            moment_bytes=moment_bytes(self.optimizers) if training else 0,
-            gradients_coexist=schedule == "blocking",
+            moment_bytes=moment_bytes(self.optimizers, self._moments_dtype) if training else 0,
+            gradients_coexist=schedule != "in_backward",
             slots=min(self._prefetch + 1, len(units)),
             gradient_buffers=GRADIENT_BUFFERS,
             slabs=SLABS,
@@ -207,9 +241,22 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self._store = store
         if training:
             inline = self.root_device.type == "cpu" and not self.update_thread_on_cpu
-            self._updater = Updater(store, self.optimizers, schedule, pin=pin, inline=inline)
-        if not isinstance(precision, FullPrecision):
-            precision.clip_by_norm = self._clip_by_norm
+            threads = plan_threads(self._threads)
+            rank_zero_info(f"megatrain: {threads.describe()}, {describe_kernel()}")
+            self._updater = Updater(
+                store,
+                self.optimizers,
+                schedule,
+                pin=pin,
+                inline=inline,
+                threads=threads,
+                moments_dtype=self._moments_dtype,
+                stochastic_seed=torch.initial_seed() & 0xFFFFFFFF if self._stochastic_rounding else None,
+                nonfinite=self._nonfinite,
+            )
+            self._gradients_untouched = gradients_stay_untouched(trainer)
+            self._raise_fence(trainer, schedule)
+        precision.clip_by_norm = self._clip_by_norm
         self._engine = Engine(
             module,
             list(units.values()),
@@ -224,6 +271,27 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         float_dtype = torch.bfloat16 if store_format is StoreFormat.BF16 else None
         self._buffers = BufferPlacement(module, self.root_device, float_dtype)
         self._say_device(self.root_device)
+
+    def _check_formats(self, store_format: StoreFormat) -> None:
+        if self._stochastic_rounding and store_format is not StoreFormat.BF16:
+            raise MisconfigurationException(
+                "stochastic_rounding is for weights kept in bf16, and this precision keeps an exact fp32 master; "
+                "set precision='bf16-true' or stochastic_rounding=False."
+            )
+        if self._moments_dtype != torch.float32 and store_format is StoreFormat.FP32:
+            raise MisconfigurationException(
+                "moments_dtype='bfloat16' is not possible with precision='32-true', which gives the stock strategy's "
+                "bits; set precision='bf16-mixed' or moments_dtype='float32'."
+            )
+
+    def _raise_fence(self, trainer: Trainer, schedule: Schedule) -> None:
+        if schedule != "next_forward":
+            return
+        looks = who_looks_between_steps(trainer)
+        if looks is not None:
+            rank_zero_info(f"megatrain: updates are waited for after every batch, because {looks} may read weights")
+        self._fence = Fence(self._updating().drain, every_batch=looks is not None)
+        trainer.callbacks.insert(0, self._fence)
 
     def _say_device(self, device: torch.device) -> None:
         """``LightningModule.device`` is where batches go and tensors are made."""
@@ -243,10 +311,15 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         """Make the module ordinary again. Does nothing before :meth:`setup`, or twice."""
         engine, updater, store, buffers = self._engine, self._updater, self._store, self._buffers
         self._engine = self._updater = self._store = self._buffers = None
+        if self._fence is not None and self._module()._trainer is not None:
+            with suppress(ValueError):  # a loop may have put other callbacks in place
+                self._module().trainer.callbacks.remove(self._fence)
+        self._fence = None
         if engine is not None:
             engine.close()
         if updater is not None:
             updater.close()
+            self._skipped_steps = updater.skipped_steps
         del engine, updater  # with their views of the arenas, so that these go group by group
         if store is not None:
             store.release()
@@ -306,12 +379,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         return result
 
     def _clip_by_norm(self, optimizer: Optimizer, limit: float) -> None:
-        """Scale gradients whose norm exceeds ``limit``, in fp32 while they are used, instead of rounding them twice.
-
-        The factor is that of ``torch.nn.utils.clip_grad_norm_``.
-        """
-        norm = self._updating().gradient_norm(optimizer)
-        self._updating().scale = min(1.0, limit / (norm + 1e-6))
+        self._updating().clip_by_norm(optimizer, limit, untouched=self._gradients_untouched)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -340,6 +408,10 @@ class MegaTrainStrategy(SingleDeviceStrategy):
 
     def _weights_may_change(self) -> None:
         self._residents_fresh = False
+
+    @override
+    def on_train_end(self) -> None:
+        self._updating().drain()  # an error of the last update must not be lost
 
     @override
     def on_validation_start(self) -> None:
@@ -431,8 +503,13 @@ class MegaTrainStrategy(SingleDeviceStrategy):
 
     @property
     def update_schedule(self) -> str | None:
-        """The schedule in use during fit: ``"in_backward"`` or ``"blocking"``."""
+        """The schedule in use during fit: ``"in_backward"``, ``"next_forward"`` or ``"blocking"``."""
         return None if self._updater is None else self._updater.schedule
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of this fit that were left out because the norm of their gradients was not finite."""
+        return self._skipped_steps if self._updater is None else self._updater.skipped_steps
 
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
@@ -453,6 +530,11 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             strategy_registry.register(
                 cls.strategy_name, cls, description="Streams weights from host memory through one device."
             )
+
+
+def _require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown; set one of {', '.join(map(repr, allowed))}.")
 
 
 def _smaller(store_format: StoreFormat) -> str:

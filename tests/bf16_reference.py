@@ -47,8 +47,9 @@ class StepReference(L.Callback):
     from the same random state, gradients in bf16, clipping by `clip_grad_norm_`'s factor, AdamW in fp32.
     """
 
-    def __init__(self, clip: float | None = None) -> None:
+    def __init__(self, clip: float | None = None, applied: list[float] | None = None) -> None:
         self.clip = clip
+        self.applied = applied  # factors the updater used: its norm may differ in the last places of an fp32 sum
         self.steps = 0
         self.worst = 0.0
 
@@ -123,6 +124,9 @@ class StepReference(L.Callback):
         if self.clip is not None:
             norm = torch.stack([g.double().norm() for g in gradients.values()]).norm().item()
             scale = min(1.0, self.clip / (norm + 1e-6))
+            if self.applied is not None:
+                assert abs(self.applied[-1] / scale - 1) < 1e-6
+                scale = self.applied[-1]
         result = {}
         for names, group in zip(self.names, self.groups, strict=True):
             for name in names:

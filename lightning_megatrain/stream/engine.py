@@ -28,8 +28,24 @@ class GradientSink(Protocol):
     def destination(self, group: int, last: bool) -> Tensor:
         """Flat host memory ``[trainable_numel]`` to push into; may wait for a free slab."""
 
-    def landed(self, group: int, copies: Sequence[Copy], present: Sequence[bool], last: bool) -> None:
-        """Copies into the last :meth:`destination` of ``group`` are under way. ``last``: none follow in this step."""
+    def landed(
+        self, group: int, copies: Sequence[Copy], present: Sequence[bool], last: bool, norm: Tensor | None = None
+    ) -> None:
+        """Copies into the last :meth:`destination` of ``group`` are under way. ``last``: none follow in this step.
+
+        ``norm`` is the Euclidean norm of what was pushed, a scalar on the device, if it was asked for.
+        """
+
+    @property
+    def wants_norms(self) -> bool:
+        """Whether to take norms on the device."""
+
+    @property
+    def takes_residents_early(self) -> bool:
+        """Whether a resident group is to be pushed as soon as autograd has made its gradients."""
+
+    def updated(self, group: int) -> bool:
+        """Whether no update of ``group`` is under way; does not wait."""
 
     def wait_updated(self, group: int) -> None:
         """Block until no update of ``group`` is under way; raises what the worker raised."""
@@ -83,6 +99,7 @@ class Engine:
         self._recent: deque[int] = deque(maxlen=max(1, prefetch))
         self._in_step = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._arrived: dict[int, int] = {}  # resident group: gradients autograd has made in this backward
         self._install(model, groups)
 
     # Life of the engine
@@ -91,15 +108,25 @@ class Engine:
         for unit in self.units:
             install(unit, self.use)
         resident = {id(p) for group in groups if group.resident for p in group.parameters}
-        residents = self.residents
 
         # A plain function: deep-copying a module copies its hooks, and a bound method would take the engine along.
         def bring_residents(module: nn.Module, args: Any) -> None:
-            residents.to_device()
+            self._bring_residents()
 
         for module in model.modules():
             if any(id(p) in resident for p in module.parameters(recurse=False)):
                 self._hooks.append(module.register_forward_pre_hook(bring_residents))
+        if self.sink is not None and self.sink.takes_residents_early:
+            for group in self.residents.groups:
+                for parameter in group.parameters[: group.layout.trainable_count]:
+                    hook = parameter.register_post_accumulate_grad_hook(lambda p, g=group: self._resident_made(g))
+                    self._hooks.append(hook)
+
+    def _resident_made(self, group: Group) -> None:
+        """Autograd finished the gradient of one parameter of a resident group."""
+        self._arrived[group.index] = self._arrived.get(group.index, 0) + 1
+        if self._arrived[group.index] == group.layout.trainable_count:
+            self._push_resident(group)
 
     def close(self) -> None:
         """Take everything off the model; its parameters' data are host views afterwards."""
@@ -119,6 +146,7 @@ class Engine:
         self.residents.to_host()
         self.ring.clear()
         self._recent.clear()
+        self._arrived.clear()
         self._in_step = False
 
     # Phases of a step
@@ -135,6 +163,12 @@ class Engine:
             unit.pending = 0
         for order in self._orders.values():
             order.begin()
+        self._bring_residents(upload=upload)
+
+    def _bring_residents(self, *, upload: bool = True) -> None:
+        if self.sink is not None and not self.residents.on_device:
+            for group in self.residents.groups:
+                self.sink.wait_updated(group.index)
         self.residents.to_device(upload=upload)
 
     def end_step(self) -> None:
@@ -154,15 +188,26 @@ class Engine:
         finally:
             if inside:
                 self._in_step = True
-                self.residents.to_device()
+                self._bring_residents()
 
     def push_residents(self) -> None:
         """After a backward: send the gradients that autograd left on resident parameters to the host."""
+        self._arrived.clear()
+        for group in self.residents.groups:
+            self._push_resident(group)
+
+    def _push_resident(self, group: Group) -> None:
         assert self.sink is not None
-        for group, gradients in self.residents.take_gradients():
-            target = self.sink.destination(group.index, last=True)
-            copies = self.residents.push(group, gradients, target)
-            self.sink.landed(group.index, copies, [g is not None for g in gradients], last=True)
+        gradients = self.residents.take_gradients(group)
+        present = [g is not None for g in gradients]
+        if not any(present):
+            return
+        norm = None
+        if self.sink.wants_norms:
+            norm = torch.stack([_norm(g) for g in gradients if g is not None]).norm()
+        target = self.sink.destination(group.index, last=True)
+        copies = self.residents.push(group, gradients, target)
+        self.sink.landed(group.index, copies, present, True, norm)
 
     # One use of a unit
 
@@ -306,7 +351,7 @@ class Engine:
             held = self.ring.find(following, self.store.versions[following])
             if held is not None:
                 self.ring.touch(held)
-            else:
+            elif self.sink is None or self.sink.updated(following):  # the launch thread waits for needed units only
                 self._fetch(following)
         self.streams.compute_after(slot.filled.done)
         unit.bind(slot.views_of(unit.group))
@@ -344,10 +389,16 @@ class Engine:
             return
         with record_function(f"megatrain.push {unit.name}"):
             packed = self._gradients.pack(unit.group, gradients)
+            norm = _norm(packed) if self.sink.wants_norms else None
             target = self.sink.destination(unit.group.index, last)
             copy = self.streams.copy("push", target, packed, after=[self.streams.record()])
             self._gradients.pushed(copy.done)
-        self.sink.landed(unit.group.index, [copy], present, last)
+        self.sink.landed(unit.group.index, [copy], present, last, norm)
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    """Euclidean norm, summed in fp32, of a gradient of any dtype."""
+    return torch.linalg.vector_norm(gradient, dtype=torch.float32)
 
 
 def _own(tensor: Tensor, slot: Slot) -> Tensor:

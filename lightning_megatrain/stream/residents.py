@@ -1,6 +1,6 @@
 """Parameters outside any unit: their compute weights stay on the device through a step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -60,12 +60,9 @@ class Residents:
                 parameter.data = view
         self.on_device = False
 
-    def take_gradients(self) -> Iterator[tuple[Group, list[Tensor | None]]]:
-        """Take autograd's gradients off the parameters, group by group; trainable parameters only."""
-        for group in self.groups:
-            gradients: list[Tensor | None] = [_take(p) for p in group.parameters[: group.layout.trainable_count]]
-            if any(g is not None for g in gradients):
-                yield group, gradients
+    def take_gradients(self, group: Group) -> list[Tensor | None]:
+        """Take autograd's gradients off a group's trainable parameters."""
+        return [_take(p) for p in group.parameters[: group.layout.trainable_count]]
 
     def push(self, group: Group, gradients: Sequence[Tensor | None], target: Tensor) -> list[Copy]:
         """Start copying gradients into ``target`` (flat, ``[trainable_numel]``) at their offsets; zeros for None."""

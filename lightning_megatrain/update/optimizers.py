@@ -31,6 +31,7 @@ from torch.optim import (
 from lightning_megatrain.memory.layout import Group
 from lightning_megatrain.memory.store import Moments, Store, StoreFormat
 from lightning_megatrain.update.adam import AdamScalars, adam_bf16_, adam_split_
+from lightning_megatrain.update.threads import ThreadPlan
 
 PER_PARAMETER = (Adam, AdamW, SGD, Adafactor, RAdam, NAdam, RMSprop, Adagrad, Adadelta, Adamax, Rprop, ASGD)
 """Optimizers whose step updates every parameter by itself, so that groups may be updated one at a time."""
@@ -48,13 +49,19 @@ def is_adam(optimizer: Optimizer) -> bool:
     )
 
 
-def moment_bytes(optimizers: Sequence[Optimizer]) -> int:
+def moment_bytes(optimizers: Sequence[Optimizer], moments_dtype: torch.dtype) -> int:
     """Bytes of state per trainable parameter that the plan should count: two fp32 moments unless it is known better."""
+    if all(is_adam(o) for o in optimizers):
+        return 2 * moments_dtype.itemsize
     if all(type(o) is SGD and not any(g["momentum"] for g in o.param_groups) for o in optimizers):
         return 0
     if all(type(o) in (SGD, Adagrad, RMSprop) for o in optimizers):
         return 4
     return 0 if all(type(o) is Adafactor for o in optimizers) else 8
+
+
+Settings = dict[Parameter, dict[str, Any]]
+"""Hyperparameters of one step for every parameter of an optimizer."""
 
 
 class GroupUpdate(ABC):
@@ -63,25 +70,24 @@ class GroupUpdate(ABC):
     def __init__(self, store: Store, optimizer: Optimizer) -> None:
         self._store = store
         self._optimizer = optimizer
-        self._settings: dict[Parameter, dict[str, Any]] = {}
 
-    def snapshot(self) -> None:
-        """Take the hyperparameters of this step: a scheduler may change them while the update runs."""
-        self._settings = {}
+    def snapshot(self) -> Settings:
+        """The hyperparameters of this step: a scheduler may change the optimizer's while the update runs."""
+        taken: Settings = {}
         for param_group in self._optimizer.param_groups:
             settings = {k: v.clone() if isinstance(v, Tensor) else v for k, v in param_group.items() if k != "params"}
-            self._settings.update(dict.fromkeys(param_group["params"], settings))
-
-    def owns(self, parameter: Parameter) -> bool:
-        """Whether the optimizer held the parameter at the last snapshot."""
-        return parameter in self._settings
+            taken.update(dict.fromkeys(param_group["params"], settings))
+        return taken
 
     @abstractmethod
-    def update(self, group: Group, gradients: Tensor, present: Sequence[bool], scale: float = 1.0) -> None:
-        """Step every owned parameter of the group that has a gradient.
+    def update(
+        self, group: Group, settings: Settings, gradients: Tensor, present: Sequence[bool], scale: float = 1.0
+    ) -> None:
+        """Step every parameter of the group that has settings and a gradient.
 
         Args:
             group: the group.
+            settings: what :meth:`snapshot` took at the step's beginning.
             gradients: flat host gradients, ``[trainable_numel]``, padding zero.
             present: per trainable parameter, whether a gradient arrived. Like plain training, one without is left
                 alone: no decay, no step count.
@@ -96,11 +102,25 @@ class AdamUpdate(GroupUpdate):
     of their arenas.
     """
 
-    def __init__(self, store: Store, optimizer: Optimizer, moments: Moments) -> None:
+    def __init__(
+        self,
+        store: Store,
+        optimizer: Optimizer,
+        moments: Moments,
+        threads: ThreadPlan | None = None,
+        stochastic_seed: int | None = None,
+    ) -> None:
         super().__init__(store, optimizer)
         self._moments = moments
+        self._threads = threads
+        self._seed = stochastic_seed
+        # A parameter's draws must not depend on where other groups begin, only on its own place in the model.
+        sizes = [group.layout.numel for group in store.groups]
+        self._first_element = [sum(sizes[:i]) for i in range(len(sizes))]
 
-    def update(self, group: Group, gradients: Tensor, present: Sequence[bool], scale: float = 1.0) -> None:  # noqa: D102
+    def update(  # noqa: D102
+        self, group: Group, settings: Settings, gradients: Tensor, present: Sequence[bool], scale: float = 1.0
+    ) -> None:
         start: int | None = None
         rule: tuple[AdamScalars, int] | None = None
         end = 0
@@ -108,7 +128,8 @@ class AdamUpdate(GroupUpdate):
         for index, here in enumerate(present):
             parameter = group.parameters[index]
             span = group.layout.span(index)
-            new_rule = self._advance(group, index) if here and self.owns(parameter) else None
+            owned = here and parameter in settings
+            new_rule = self._advance(group, index, settings[parameter]) if owned else None
             if new_rule != rule or start is None:
                 if rule is not None and start is not None:
                     self._run(group, slice(start, end), gradients, *rule, scale)
@@ -117,12 +138,11 @@ class AdamUpdate(GroupUpdate):
         if rule is not None and start is not None:
             self._run(group, slice(start, end), gradients, *rule, scale)
 
-    def _advance(self, group: Group, index: int) -> tuple[AdamScalars, int]:
+    def _advance(self, group: Group, index: int, settings: dict[str, Any]) -> tuple[AdamScalars, int]:
         """Count the step of one parameter, creating its state on the first; returns its rule."""
         parameter = group.parameters[index]
         state = ensure_moments(self._optimizer, parameter, self._moments.views(group.index, index))
         state["step"] += 1
-        settings = self._settings[parameter]
         beta1, beta2 = settings["betas"]
         scalars = AdamScalars(
             lr=float(settings["lr"]),
@@ -140,9 +160,21 @@ class AdamUpdate(GroupUpdate):
         wire = self._store.wire(group.index)[run]
         if self._store.format is StoreFormat.SPLIT:
             low = self._store.low(group.index)[run]
-            adam_split_(wire, low, first, second, gradients[run], scalars, step, scale)
-        else:
-            adam_bf16_(wire, first, second, gradients[run], scalars, step, scale)
+            adam_split_(wire, low, first, second, gradients[run], scalars, step, scale, threads=self._threads)
+            return
+        adam_bf16_(
+            wire,
+            first,
+            second,
+            gradients[run],
+            scalars,
+            step,
+            scale,
+            stochastic=self._seed is not None,
+            seed=self._seed or 0,
+            offset=self._first_element[group.index] + run.start,
+            threads=self._threads,
+        )
 
 
 class TorchUpdate(GroupUpdate):
@@ -157,22 +189,25 @@ class TorchUpdate(GroupUpdate):
         super().__init__(store, optimizer)
         self._moments = moments
 
-    def update(self, group: Group, gradients: Tensor, present: Sequence[bool], scale: float = 1.0) -> None:  # noqa: D102
+    def update(  # noqa: D102
+        self, group: Group, settings: Settings, gradients: Tensor, present: Sequence[bool], scale: float = 1.0
+    ) -> None:
         views = group.layout.views(gradients)
         for index, here in enumerate(present):
             parameter = group.parameters[index]
-            if not here or not self.owns(parameter):
+            if not here or parameter not in settings:
                 continue
             if self._moments is not None:
                 ensure_moments(self._optimizer, parameter, self._moments.views(group.index, index))
             host = self._store.host_views(group.index)[index]
             master = self._store.master(group.index, index) if self._store.format is StoreFormat.SPLIT else host
             gradient = views[index].to(master.dtype)
-            self._step(parameter, Parameter(master), gradient if scale == 1.0 else gradient * scale)
+            scaled = gradient if scale == 1.0 else gradient * scale
+            self._step(parameter, settings[parameter], Parameter(master), scaled)
             if self._store.format is StoreFormat.SPLIT:
                 self._store.write_master(group.index, index, master)
 
-    def _step(self, parameter: Parameter, stand_in: Parameter, gradient: Tensor) -> None:
+    def _step(self, parameter: Parameter, settings: dict[str, Any], stand_in: Parameter, gradient: Tensor) -> None:
         optimizer = self._optimizer
         twin = object.__new__(type(optimizer))
         twin.__dict__.update(optimizer.__dict__)
@@ -184,7 +219,7 @@ class TorchUpdate(GroupUpdate):
         twin.state = defaultdict(dict)
         if parameter in optimizer.state:
             twin.state[stand_in] = optimizer.state[parameter]
-        twin.param_groups = [{**self._settings[parameter], "params": [stand_in]}]
+        twin.param_groups = [{**settings, "params": [stand_in]}]
         stand_in.grad = gradient
         with torch.enable_grad():
             type(optimizer).step(twin)

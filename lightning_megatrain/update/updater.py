@@ -1,297 +1,285 @@
 """Gradients in, updated weights out: the schedule of one step's host work."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Sequence
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from lightning_megatrain.memory.gradients import GradientArena, SlabRing
-from lightning_megatrain.memory.layout import Group
 from lightning_megatrain.memory.store import Moments, Store, StoreFormat
-from lightning_megatrain.update.adam import accumulate_, sum_of_squares
+from lightning_megatrain.update.gradients import HostGradients, Landing, Use
 from lightning_megatrain.update.optimizers import (
     AdamUpdate,
     GroupUpdate,
+    Settings,
     TorchUpdate,
     ensure_moments,
     is_adam,
     load_optimizer_state,
 )
+from lightning_megatrain.update.threads import ThreadPlan
 from lightning_megatrain.update.worker import Worker
 
-Schedule = Literal["blocking", "in_backward"]
-
-SLABS = 3
-"""Host slabs: one being filled, one being read by the update, one between."""
+Schedule = Literal["blocking", "next_forward", "in_backward"]
 
 
-class Landing(Protocol):
-    """A copy to the host under way."""
-
-    @property
-    def done(self) -> Any:
-        """Has ``wait()``, which blocks the host until the copy is complete."""
+class NonFiniteGradientError(RuntimeError):
+    """The norm of the gradients is infinite or not a number."""
 
 
 class Updater:
-    """Takes gradients unit by unit and updates weights with the user's optimizers.
+    """Runs the user's optimizers on the host.
 
-    ``p.grad`` is the truth about which gradients exist. Before a backward it is read and taken off
-    (:meth:`before_backward`); gradients that arrive are added to what it held, on the worker thread, in the order and
-    rounding of plain accumulation; after the backward it is put back as a view of the gradient arena (:meth:`settle`).
-    With the ``in_backward`` schedule gradients are used as soon as a unit has all of them and ``p.grad`` stays None.
+    - ``blocking``: everything happens in :meth:`step`.
+    - ``next_forward``: :meth:`step` hands the gradients over, residents first and then units in forward order, and the
+      worker updates them behind the next forward. ``p.grad`` is None from then on.
+    - ``in_backward``: each group is updated as its gradients land; ``p.grad`` stays None.
+
+    All three apply the same operations to the same numbers.
 
     Args:
         store: the adopted store.
-        optimizers: the user's optimizers; ``in_backward`` takes exactly one.
+        optimizers: the user's optimizers; only ``blocking`` takes more than one.
         schedule: when the update runs.
         pin: register gradient memory with CUDA.
         inline: do the host's share on the calling thread instead of a worker's.
+        threads: threads of the host kernel.
+        moments_dtype: dtype of Adam's moments on the split and bf16 stores.
+        stochastic_seed: round bf16 masters stochastically with this seed; None rounds to nearest.
+        nonfinite: ``"raise"``, or ``"skip"`` to leave a step out whole when the norm that clipping needs is not finite.
     """
 
     def __init__(
-        self, store: Store, optimizers: Sequence[Optimizer], schedule: Schedule, *, pin: bool, inline: bool
+        self,
+        store: Store,
+        optimizers: Sequence[Optimizer],
+        schedule: Schedule,
+        *,
+        pin: bool,
+        inline: bool,
+        threads: ThreadPlan | None = None,
+        moments_dtype: torch.dtype = torch.float32,
+        stochastic_seed: int | None = None,
+        nonfinite: Literal["raise", "skip"] = "raise",
     ) -> None:
         self.schedule = schedule
         self.worker = Worker(inline=inline)
+        self.gradients = HostGradients(store, self.worker, pin=pin, threads=threads)
+        self.skipped_steps = 0
         self._store = store
-        self._groups = store.groups
         self._optimizers = list(optimizers)
-        dtype = store.format.wire_dtype
-        unit_numel = max((g.layout.trainable_numel for g in self._groups if not g.resident), default=0)
-        self._arena = GradientArena(self._groups, dtype, pin=pin)
-        self._apart = GradientArena(self._groups, dtype, pin=pin)
-        self._slabs = SlabRing(SLABS, unit_numel, dtype, pin=pin)
-        self._wide_slabs: SlabRing | None = None
-        self._pin = pin
-        self._moments = Moments(self._groups) if any(is_adam(o) for o in optimizers) else None
-        self._updates = [self._update_for(o) for o in optimizers]
-        self._home = {p: (g, i) for g in self._groups for i, p in enumerate(g.parameters)}
-        # Which parameters had a gradient when this backward began, and which got one since.
-        self._before: list[list[bool]] = [[False] * g.layout.trainable_count for g in self._groups]
-        self._now: list[list[bool]] = [[False] * g.layout.trainable_count for g in self._groups]
-        self._open: set[int] = set()  # groups with gradients in this backward and more to come
+        self._nonfinite = nonfinite
+        adam = any(is_adam(o) for o in optimizers)
+        self.moments = Moments(store.groups, moments_dtype) if adam else None
+        self._updates = [self._update_for(o, threads, stochastic_seed) for o in optimizers]
+        self._home = {p: (g, i) for g in store.groups for i, p in enumerate(g.parameters)}
+        self._settings: Settings = {}
         self._updated: set[int] = set()
-        self._slab: Tensor | None = None
+        self._handed_over: set[int] = set()
         self._midway = False
-        self.scale = 1.0
+        self._scale = 1.0
+        self._skip = False
 
-    def _update_for(self, optimizer: Optimizer) -> GroupUpdate:
+    def _update_for(self, optimizer: Optimizer, threads: ThreadPlan | None, seed: int | None) -> GroupUpdate:
         if is_adam(optimizer) and self._store.format is not StoreFormat.FP32:
-            assert self._moments is not None
-            return AdamUpdate(self._store, optimizer, self._moments)
-        return TorchUpdate(self._store, optimizer, self._moments if is_adam(optimizer) else None)
-
-    # Bytes
+            assert self.moments is not None
+            return AdamUpdate(self._store, optimizer, self.moments, threads, seed)
+        return TorchUpdate(self._store, optimizer, self.moments if is_adam(optimizer) else None)
 
     @property
     def nbytes(self) -> int:
         """Persistent host bytes: moments and gradients, slabs not counted."""
-        return (self._moments.nbytes if self._moments else 0) + self._arena.nbytes + self._apart.nbytes
+        return (self.moments.nbytes if self.moments else 0) + self.gradients.nbytes
 
     # Backward
 
     def before_backward(self) -> None:
-        """A backward is about to run: take ``p.grad`` off every parameter, keeping what it holds."""
+        """A backward is about to run."""
         self.worker.require()
         self._updated.clear()
-        self._open.clear()
         if self.schedule == "in_backward":
-            self._updates[0].snapshot()
-        for group, index, parameter in self._trainable():
-            self._now[group.index][index] = False
-            self._before[group.index][index] = parameter.grad is not None and self.schedule == "blocking"
-            if parameter.grad is not None:
-                if self.schedule == "blocking":
-                    self._keep(group, index, parameter.grad)
-                parameter.grad = None
+            self._settings = self._updates[0].snapshot()
+        for group in self._store.groups:
+            if any(p.grad is not None for p in group.parameters):
+                self._reclaim(group.index)
+        self.gradients.begin(keep=self.schedule != "in_backward")
 
-    def _keep(self, group: Group, index: int, gradient: Tensor) -> None:
-        """Bring a gradient that somebody put into ``p.grad`` into the arena."""
-        view = self._arena.views(group.index)[index]
-        if gradient is not view:
-            view.copy_(gradient)
+    def _reclaim(self, group: int) -> None:
+        """Wait for an update that still reads the group's gradients, before they are written."""
+        if group in self._handed_over:
+            self.worker.wait(group)
+            self._handed_over.discard(group)
 
-    def _sums_apart(self, group: int, last: bool) -> bool:
-        """Whether gradients of several uses in this backward are summed before they join those of earlier ones.
+    @property
+    def wants_norms(self) -> bool:
+        """Whether norms taken on the device before the push are of use."""
+        return self.schedule != "in_backward" and self._store.format is not StoreFormat.FP32
 
-        That is autograd's own order, so accumulation keeps plain training's bits.
-        """
-        return any(self._before[group]) and (not last or group in self._open)
+    @property
+    def takes_residents_early(self) -> bool:
+        """Whether a resident group's gradients are wanted as soon as autograd has made them."""
+        return self.schedule == "in_backward"
 
     def destination(self, group: int, last: bool) -> Tensor:
         """Flat host memory, ``[trainable_numel]``, for the next gradients of ``group``; waits for a free slab."""
-        numel = self._groups[group].layout.trainable_numel
-        apart, first = self._sums_apart(group, last), not any(self._now[group])
-        joins = not first or (any(self._before[group]) and not apart)
-        used_at_once = self.schedule == "in_backward" and last and not self._groups[group].resident
-        if joins or used_at_once:
-            self._slab = self._take_slab(group)
-            return self._slab[:numel]
-        return (self._apart if apart else self._arena).flat(group)
+        self._reclaim(group)
+        return self.gradients.destination(group, last, used_at_once=self.schedule == "in_backward")
 
-    def _ring(self, group: int) -> SlabRing:
-        if not self._groups[group].resident:
-            return self._slabs
-        if self._wide_slabs is None:
-            widest = max(g.layout.trainable_numel for g in self._groups if g.resident)
-            self._wide_slabs = SlabRing(1, widest, self._store.format.wire_dtype, pin=self._pin)
-        return self._wide_slabs
-
-    def _take_slab(self, group: int) -> Tensor:
-        while (slab := self._ring(group).take(timeout=1.0)) is None:
-            self.worker.require()  # a dead worker gives no slab back
-        return slab
-
-    def landed(self, group: int, copies: Sequence[Landing], present: Sequence[bool], last: bool) -> None:
-        """Copies into the last :meth:`destination` are under way.
-
-        Args:
-            group: index of the group.
-            copies: the copies; kept until they are done. Empty when no parameter had a gradient.
-            present: per trainable parameter, whether it got one.
-            last: no more gradients of this group follow before the step.
+    def landed(
+        self,
+        group: int,
+        copies: Sequence[Landing],
+        present: Sequence[bool],
+        last: bool,
+        norm: Tensor | None = None,
+    ) -> None:
+        """Copies into the last :meth:`destination` are under way; see :meth:`HostGradients.landed`.
 
         Raises:
             RuntimeError: ``in_backward`` already updated the group in this step.
         """
         if group in self._updated:
             raise RuntimeError(
-                f"Unit {self._groups[group].name!r} got gradients after it was updated: backward ran twice in one "
-                "step; set MegaTrainStrategy(update='blocking')."
+                f"Unit {self._store.groups[group].name!r} got gradients after it was updated: backward ran twice in "
+                "one step; set MegaTrainStrategy(update='blocking')."
             )
         update = self.schedule == "in_backward" and last
-        if copies or last:
-            self.worker.submit(group, self._landing(group, copies, list(present), last, update))
-        self._now[group] = [a or b for a, b in zip(self._now[group], present, strict=True)]
-        (self._open.discard if last else self._open.add)(group)
+        self.gradients.landed(group, copies, present, last, norm, self._use(group) if update else None)
         if update:
-            self._note_updated(group)
+            self._midway = True
+            self._updated.add(group)
+            self._store.versions[group] += 1
 
-    def _landing(
-        self, group: int, copies: Sequence[Landing], present: list[bool], last: bool, update: bool
-    ) -> Callable[[], None]:
-        """What the worker does with gradients that arrive, from what is known now."""
-        slab, self._slab = self._slab, None
-        before, now = list(self._before[group]), list(self._now[group])
-        together = [a or b for a, b in zip(now, present, strict=True)]
-        apart = self._sums_apart(group, last)
-        layout = self._groups[group].layout
-
-        def task() -> None:
-            for copy in copies:
-                copy.done.wait()
-            gradients = None if slab is None else slab[: layout.trainable_numel]
-            held = now if apart or not any(before) else before
-            if gradients is not None and any(held):
-                self._add(group, (self._apart if apart else self._arena).flat(group), gradients, held, present)
-                gradients = None
-            if apart and last:
-                self._add(group, self._arena.flat(group), self._apart.flat(group), before, together)
-            if update:
-                flat = self._arena.flat(group) if gradients is None else gradients
-                self._updates[0].update(self._groups[group], flat, together)
-            if slab is not None:
-                self._ring(group).give(slab)
-
-        return task
-
-    def _add(self, group: int, target: Tensor, source: Tensor, held: list[bool], present: list[bool]) -> None:
-        """``target += source`` where a parameter has both; its first gradient replaces what lies there."""
-        if all(held) and all(present):
-            accumulate_(target, source)
-            return
-        for index, (old, new) in enumerate(zip(held, present, strict=True)):
-            span = self._groups[group].layout.span(index)
-            if old and new:
-                accumulate_(target[span], source[span])
-            elif new:
-                target[span].copy_(source[span])
+    def _use(self, group: int) -> Use:
+        settings, update = self._settings, self._updates[0]
+        return lambda flat, present: update.update(self._store.groups[group], settings, flat, present)
 
     def settle(self) -> None:
         """A backward has run: wait until its gradients are on the host and put them into ``p.grad``.
 
         Raises:
             RuntimeError: a unit's weights were used outside the unit while updates run in backward.
+            BaseException: what the worker raised, once.
         """
-        for unfinished in sorted(self._open):  # uses whose backward never came
-            self.landed(unfinished, [], [False] * len(self._now[unfinished]), last=True)
+        for group in self.gradients.unfinished():  # uses whose backward never came
+            self.landed(group, [], self.gradients.missing(group), last=True)
         self.worker.wait()
-        for group, index, parameter in self._trainable():
+        if self.schedule != "in_backward":
+            self.gradients.settle()
+            return
+        for group_, index, parameter in self.gradients.trainable():
             if parameter.grad is not None:
-                self._add_stray(group, index, parameter)
-            if self._has(group, index) and self.schedule == "blocking":
-                parameter.grad = self._arena.views(group.index)[index]
-
-    def _add_stray(self, group: Group, index: int, parameter: Parameter) -> None:
-        """A gradient that autograd left on a unit's parameter, which was used outside its unit."""
-        if self.schedule == "in_backward":
-            raise RuntimeError(
-                f"Parameter {group.layout.entries[index].name!r} was used outside its unit, so its gradient is "
-                "complete only when backward ends; set MegaTrainStrategy(update='blocking')."
-            )
-        assert parameter.grad is not None
-        view = self._arena.views(group.index)[index]
-        if self._has(group, index):
-            view.add_(parameter.grad.to(view.device))
-        else:
-            view.copy_(parameter.grad)
-        self._now[group.index][index] = True
-
-    def _has(self, group: Group, index: int) -> bool:
-        return self._before[group.index][index] or self._now[group.index][index]
+                raise RuntimeError(
+                    f"Parameter {group_.layout.entries[index].name!r} was used outside its unit, so its gradient is "
+                    "complete only when backward ends; set MegaTrainStrategy(update='blocking')."
+                )
 
     # Step
+
+    def clip_by_norm(self, optimizer: Optimizer, limit: float, *, untouched: bool) -> None:
+        """Clip gradients to the Euclidean norm ``limit``, by the factor of ``torch.nn.utils.clip_grad_norm_``.
+
+        On the fp32 store that function's own two halves run, bit for bit. On the others the factor is applied in fp32
+        while the gradients are used, instead of rounding them once more.
+
+        Args:
+            optimizer: the optimizer about to step.
+            limit: largest norm.
+            untouched: nobody can have changed ``p.grad`` since the backward.
+
+        Raises:
+            NonFiniteGradientError: the norm is not finite, and ``nonfinite`` is ``"raise"``.
+        """
+        if self._store.format is StoreFormat.FP32:
+            parameters = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+            total = get_total_norm([p.grad for p in parameters if p.grad is not None])
+            if self._is_finite(float(total), optimizer):
+                clip_grads_with_norm_(parameters, limit, total)
+            return
+        norms = self.gradients.norms(set(self._parameters_of(optimizer)), untouched=untouched)
+        norm = math.sqrt(sum(n * n for n in norms.values()))
+        if self._is_finite(norm, optimizer, norms):
+            self._scale = min(1.0, limit / (norm + 1e-6))
+
+    def _is_finite(self, total: float, optimizer: Optimizer, norms: dict[str, float] | None = None) -> bool:
+        if math.isfinite(total):
+            return True
+        if self._nonfinite == "skip":
+            self._skip = True
+            return False
+        norms = norms or self.gradients.norms(set(self._parameters_of(optimizer)), untouched=False)
+        # Backward runs against the order of the groups, so the last bad one is where it began.
+        units = {g.name for g in self._store.groups if not g.resident}
+        bad = [name for name, norm in norms.items() if not math.isfinite(norm)]
+        first = next((n for n in reversed(bad) if n in units), bad[-1] if bad else "unknown")
+        raise NonFiniteGradientError(
+            f"The norm of the gradients is {total}, first in {first!r} on the way back; nothing was updated. "
+            "Lower the learning rate, or set MegaTrainStrategy(nonfinite='skip') to leave such steps out."
+        )
 
     def step(self, optimizer: Optimizer) -> None:
         """The optimizer's step: nothing is under way and ``p.grad`` is final. Runs the optimizer's step hooks."""
         self.worker.require()
+        if self._skip:
+            self._skip, self._scale = False, 1.0
+            self.skipped_steps += 1
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            return
         if self.schedule == "blocking" and self._store.format is StoreFormat.FP32:
             self._seed_moments(optimizer)
             optimizer.step()
             for group in {self._home[p][0].index for p in self._parameters_of(optimizer)}:
                 self._store.versions[group] += 1
             return
-        work = self._step_groups if self.schedule == "blocking" else self._finish
-        Optimizer.profile_hook_step(work)(optimizer)
+        Optimizer.profile_hook_step(self._finish if self.schedule == "in_backward" else self._hand_over)(optimizer)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
+        if self.schedule == "blocking":
+            self.worker.wait()
 
     def _seed_moments(self, optimizer: Optimizer) -> None:
         """Give parameters that Adam steps for the first time moments that are touched already."""
-        if self._moments is None or not is_adam(optimizer):
+        if self.moments is None or not is_adam(optimizer):
             return
         for parameter in self._parameters_of(optimizer):
             group, index = self._home[parameter]
             if parameter.grad is not None and index < group.layout.trainable_count:
-                ensure_moments(optimizer, parameter, self._moments.views(group.index, index))
+                ensure_moments(optimizer, parameter, self.moments.views(group.index, index))
 
-    def _step_groups(self, optimizer: Optimizer) -> None:
+    def _hand_over(self, optimizer: Optimizer) -> None:
+        """Give the worker one update per group, residents first: the next forward needs them before anything else."""
         update = self._updates[self._optimizers.index(optimizer)]
-        update.snapshot()
-        scale, self.scale = self.scale, 1.0
-        for group in self._groups:
+        settings = update.snapshot()
+        scale, self._scale = self._scale, 1.0
+        for group in sorted(self._store.groups, key=lambda g: not g.resident):
             present = []
             for index, parameter in enumerate(group.parameters[: group.layout.trainable_count]):
-                here = parameter.grad is not None and update.owns(parameter)
-                if here:
-                    assert parameter.grad is not None
-                    self._keep(group, index, parameter.grad)
-                present.append(here)
+                present.append(parameter.grad is not None and parameter in settings)
+                if present[-1]:
+                    self.gradients.keep(group, index, parameter)
+                    if self.schedule == "next_forward":
+                        parameter.grad = None  # the update reads this memory from now on
             if any(present):
-                update.update(group, self._arena.flat(group.index), present, scale)
+                flat = self.gradients.arena.flat(group.index)
+                self._handed_over.add(group.index)
                 self._store.versions[group.index] += 1
+                self.worker.submit(
+                    group.index,
+                    lambda group=group, flat=flat, present=present: update.update(  # type: ignore[misc]
+                        group, settings, flat, present, scale
+                    ),
+                )
 
     def _finish(self, optimizer: Optimizer) -> None:
         """With ``in_backward`` every group was updated when its gradients landed; now the step is whole."""
         self._midway = False
 
-    def gradient_norm(self, optimizer: Optimizer) -> float:
-        """Euclidean norm of all ``p.grad`` of an optimizer, summed in double."""
-        parameters = self._parameters_of(optimizer)
-        return math.sqrt(sum(sum_of_squares(p.grad.reshape(-1)) for p in parameters if p.grad is not None))
+    def updated(self, group: int) -> bool:
+        """Whether no update of ``group`` is under way, without waiting."""
+        return self.worker.idle(group)
 
     def wait_updated(self, group: int) -> None:
         """Block until no update of ``group`` is under way.
@@ -300,6 +288,14 @@ class Updater:
             BaseException: what the worker raised, once.
         """
         self.worker.wait(group)
+
+    def drain(self) -> None:
+        """Block until no update is under way.
+
+        Raises:
+            BaseException: what the worker raised, once.
+        """
+        self.worker.wait()
 
     # State
 
@@ -310,11 +306,11 @@ class Updater:
 
     def _place_state(self, optimizer: Optimizer, parameter: Parameter, state: dict[str, Any]) -> dict[str, Any]:
         kept = {k: v.detach() if isinstance(v, Tensor) else v for k, v in state.items()}
-        if self._moments is not None and is_adam(optimizer) and parameter in self._home:
+        if self.moments is not None and is_adam(optimizer) and parameter in self._home:
             group, index = self._home[parameter]
             if index < group.layout.trainable_count:
                 names = ("exp_avg", "exp_avg_sq")
-                for name, moment in zip(names, self._moments.views(group.index, index), strict=True):
+                for name, moment in zip(names, self.moments.views(group.index, index), strict=True):
                     moment.copy_(kept[name])
                     kept[name] = moment
                 kept["step"] = kept["step"].clone() if isinstance(kept["step"], Tensor) else kept["step"]
@@ -327,11 +323,13 @@ class Updater:
         return self.worker.failed is not None or self._midway
 
     def require_whole(self) -> None:
-        """Refuse to hand out a torn state.
+        """Wait for updates under way, and refuse to hand out a torn state.
 
         Raises:
             RuntimeError: says what happened.
+            BaseException: what the worker raised, once.
         """
+        self.drain()
         if self.torn:
             raise RuntimeError(
                 "The last step was left half-way, so weights and optimizer state do not belong together and are not "
@@ -341,29 +339,12 @@ class Updater:
     def reset(self) -> None:
         """After an error elsewhere: let the worker finish what it has and forget the backward under way."""
         self.worker.close()
-        self._open.clear()
-        self._slab = None
+        self.gradients.reset()
 
     def close(self) -> None:
         """End the worker and give gradient memory back; ``p.grad`` is None afterwards."""
         self.worker.close()
-        for _, _, parameter in self._trainable():
-            parameter.grad = None
-        for memory in (self._slabs, self._wide_slabs, self._arena, self._apart):
-            if memory is not None:
-                memory.close()
-
-    # Helpers
-
-    def _note_updated(self, group: int) -> None:
-        self._midway = True
-        self._updated.add(group)
-        self._store.versions[group] += 1
-
-    def _trainable(self) -> Iterator[tuple[Group, int, Parameter]]:
-        for group in self._groups:
-            for index, parameter in enumerate(group.parameters[: group.layout.trainable_count]):
-                yield group, index, parameter
+        self.gradients.close()
 
     def _parameters_of(self, optimizer: Optimizer) -> list[Parameter]:
         return [p for param_group in optimizer.param_groups for p in param_group["params"] if p in self._home]

@@ -55,6 +55,11 @@ class Worker:
             self._changed.wait_for(lambda: not (self._open.total() if key is None else self._open[key]))
         self.check()
 
+    def idle(self, key: int) -> bool:
+        """Whether no task for ``key`` is left, without waiting."""
+        with self._changed:
+            return not self._open[key]
+
     def check(self) -> None:
         """Raise what a task raised, once."""
         if self.failed is not None and not self._raised:

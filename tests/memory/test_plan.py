@@ -18,7 +18,7 @@ class Held(L.Callback):
         strategy = trainer.strategy
         store, updater, engine = strategy._store, strategy._updater, strategy._engine
         self.host = store.nbytes + updater.nbytes
-        self.slabs = updater._slabs.nbytes
+        self.slabs = updater.gradients.slab_nbytes
         self.device = engine.residents.nbytes + engine.ring.nbytes + engine._gradients.nbytes
         self.plan = strategy.plan
 

@@ -1,6 +1,7 @@
 """`bf16-mixed` and `bf16-true` equal a written-out reference within one fp32 ulp per step."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ import zoo
 from bf16_reference import StepReference
 from fitting import MegaTrainStrategy, fit
 
+from lightning_megatrain.update.updater import Updater
+
 NAMES = [n for n in zoo.ALL if n != "odd"]
 
 
-@pytest.mark.parametrize("update", ["blocking", "in_backward"])
+@pytest.mark.parametrize("update", ["blocking", "next_forward", "in_backward"])
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_mixed(name: str, update: str) -> None:
     reference = StepReference()
@@ -22,10 +25,27 @@ def test_bf16_mixed(name: str, update: str) -> None:
     assert all(p.dtype == torch.float32 for p in module.parameters())
 
 
-def test_bf16_mixed_with_clipping() -> None:
-    reference = StepReference(clip=0.1)
-    make = partial(zoo.Llama, scheduler=True)
-    fit(make, MegaTrainStrategy(), precision="bf16-mixed", callbacks=[reference], max_steps=6, gradient_clip_val=0.1)
+@pytest.mark.parametrize("log_norm", [True, False])  # hooks that read gradients, and norms taken before the push
+@pytest.mark.parametrize("update", ["blocking", "next_forward"])
+def test_bf16_mixed_with_clipping(update: str, log_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    applied: list[float] = []
+    clip = Updater.clip_by_norm
+
+    def noted(self: Updater, *args: Any, **kwargs: Any) -> None:
+        clip(self, *args, **kwargs)
+        applied.append(self._scale)
+
+    monkeypatch.setattr(Updater, "clip_by_norm", noted)
+    reference = StepReference(clip=0.1, applied=applied)
+    make = partial(zoo.Llama, scheduler=True, log_norm=log_norm)
+    fit(
+        make,
+        MegaTrainStrategy(update=update),
+        precision="bf16-mixed",
+        callbacks=[reference],
+        max_steps=6,
+        gradient_clip_val=0.1,
+    )
     assert reference.worst <= 1
 
 

@@ -119,7 +119,7 @@ class Meddler(L.Callback):
         self.seen.append(torch.cat([v.flatten() for v in pl_module.state_dict().values()]).clone())
 
 
-@pytest.mark.parametrize("update", ["blocking", "in_backward"])
+@pytest.mark.parametrize("update", ["blocking", "next_forward", "in_backward"])
 def test_callbacks_meet_the_true_weights(update: str) -> None:
     mine, theirs = Meddler(), Meddler()
     make = partial(zoo.Encoder, log_norm=False)
@@ -154,7 +154,7 @@ class Skipping(zoo.Encoder):
         return None if batch_idx % 3 == 1 else loss
 
 
-@pytest.mark.parametrize("update", ["blocking", "in_backward"])
+@pytest.mark.parametrize("update", ["blocking", "next_forward", "in_backward"])
 def test_training_step_returning_none(update: str) -> None:
     make = partial(Skipping, log_norm=False)
     a, _ = fit(make, stock())
@@ -236,7 +236,7 @@ def _fail(*args: Any) -> None:
     raise ZeroDivisionError("planted")
 
 
-@pytest.mark.parametrize("update", ["blocking", "in_backward"])
+@pytest.mark.parametrize("update", ["blocking", "next_forward", "in_backward"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_error_in_a_unit_surfaces_and_leaves_an_ordinary_module(where: str, update: str) -> None:
     L.seed_everything(1, verbose=False)

@@ -24,9 +24,11 @@ def compare(make: Any, arguments: dict[str, Any] | None = None, **strategy: Any)
 CLIPPED: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
 
 
+@pytest.mark.parametrize("update", ["blocking", "next_forward"])
 @pytest.mark.parametrize("name", zoo.ALL)
-def test_adamw_scheduler_accumulation_clipping(name: str) -> None:
-    compare(partial(zoo.ALL[name], scheduler=True), CLIPPED)
+def test_adamw_scheduler_accumulation_clipping(name: str, update: str) -> None:
+    mine = compare(partial(zoo.ALL[name], scheduler=True), CLIPPED, update=update)
+    assert mine.seen_schedule == update
 
 
 @pytest.mark.parametrize("name", zoo.ALL)
@@ -35,7 +37,7 @@ def test_in_backward(name: str) -> None:
     assert mine.seen_schedule == "in_backward"
 
 
-@pytest.mark.parametrize("update", ["blocking", "in_backward"])
+@pytest.mark.parametrize("update", ["blocking", "next_forward", "in_backward"])
 @pytest.mark.parametrize(
     ("optimizer", "hyper"),
     [
