@@ -65,13 +65,18 @@ class Fence(Callback):
 
 
 def who_looks_between_steps(trainer: Trainer) -> str | None:
-    """Name of the first module or callback that may read or write weights between two steps, or None."""
+    """Name of the first module or callback that may read or write weights between two steps, or None.
+
+    A callback that does not can say so with a class attribute ``reads_weights = False``.
+    """
     for hook in _BETWEEN_STEPS:
         if is_overridden(hook, trainer.lightning_module, parent=LightningModule):
             return f"the module's {hook}"
     for callback in trainer.callbacks:
         own = type(callback).__module__.split(".")[0] == __package__
-        if own or (type(callback).__module__.startswith("lightning.") and isinstance(callback, _READ_NO_WEIGHTS)):
+        if own or not getattr(callback, "reads_weights", True):
+            continue
+        if type(callback).__module__.startswith("lightning.") and isinstance(callback, _READ_NO_WEIGHTS):
             continue
         for hook in _BETWEEN_STEPS:
             if is_overridden(hook, callback, parent=Callback):

@@ -289,7 +289,10 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             return
         looks = who_looks_between_steps(trainer)
         if looks is not None:
-            rank_zero_info(f"megatrain: updates are waited for after every batch, because {looks} may read weights")
+            rank_zero_info(
+                f"megatrain: updates are waited for after every batch, because {looks} may read weights (a callback "
+                "that does not says so with the class attribute `reads_weights = False`)"
+            )
         self._fence = Fence(self._updating().drain, every_batch=looks is not None)
         trainer.callbacks.insert(0, self._fence)
 

@@ -72,6 +72,11 @@ class HostGradients:
         """Host bytes of the slabs."""
         return self._slabs.nbytes + (self._wide_slabs.nbytes if self._wide_slabs else 0)
 
+    def allocate(self) -> None:
+        """Touch the arena of every group now, instead of in the first step."""
+        for group in self._groups:
+            self.arena.flat(group.index)
+
     def begin(self, *, keep: bool) -> None:
         """A backward is about to run: take ``p.grad`` off every parameter; ``keep`` what it held, to be added to."""
         self._open.clear()

@@ -76,6 +76,8 @@ class Updater:
         adam = any(is_adam(o) for o in optimizers)
         self.moments = Moments(store.groups, moments_dtype) if adam else None
         self._updates = [self._update_for(o, threads, stochastic_seed) for o in optimizers]
+        if schedule != "in_backward":
+            self.gradients.allocate()
         self._home = {p: (g, i) for g in store.groups for i, p in enumerate(g.parameters)}
         self._settings: Settings = {}
         self._updated: set[int] = set()

@@ -18,11 +18,11 @@ from rss_probe import Stack
 from lightning_megatrain.memory.arena import Arena
 from lightning_megatrain.stream.streams import CudaStreams, Streams
 from lightning_megatrain.update.optimizers import GroupUpdate
-from lightning_megatrain.update.updater import Updater
+from lightning_megatrain.update.worker import Worker
 
 pytestmark = pytest.mark.gpu
 
-SCHEDULES = ["blocking", "in_backward"]
+SCHEDULES = ["blocking", "next_forward", "in_backward"]
 
 
 def run(
@@ -64,18 +64,13 @@ def random_delays(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
             torch.cuda._sleep(dice.randrange(1, 2_000_000))
 
     monkeypatch.setattr(Streams, "on", staticmethod(lambda device: CudaStreams(device, delay)))
-    landing = Updater._landing
+    do = Worker._do
 
-    def slow(self: Updater, *args: Any) -> Callable[[], None]:
-        task = landing(self, *args)
+    def slow(self: Worker, task: Callable[[], None]) -> None:
+        time.sleep(dice.random() * 1e-3)
+        do(self, task)
 
-        def later() -> None:
-            time.sleep(dice.random() * 1e-3)
-            task()
-
-        return later
-
-    monkeypatch.setattr(Updater, "_landing", slow)
+    monkeypatch.setattr(Worker, "_do", slow)
 
 
 @pytest.mark.parametrize("update", SCHEDULES)
@@ -83,7 +78,7 @@ def random_delays(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
 @pytest.mark.parametrize("name", ["llama", "frozen", "odd", "moe"])
 def test_random_delays_change_no_bit(name: str, precision: str, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make = partial(zoo.ALL[name], log_norm=update == "blocking")
-    accumulate = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5} if update == "blocking" else {}
+    accumulate = {} if update == "in_backward" else {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     a, trainer_a = run(make, precision, update=update, prefetch=0, trainer=accumulate)
     for seed in range(3):
         with monkeypatch.context() as patch:
@@ -93,11 +88,14 @@ def test_random_delays_change_no_bit(name: str, precision: str, update: str, mon
         assert_same_optimizer_bits(trainer_a, trainer_b)
 
 
-def test_schedules_agree_to_the_bit() -> None:
-    for precision in ("32-true", "bf16-mixed", "bf16-true"):
-        make = partial(zoo.Gpt2, log_norm=False, scheduler=True)
-        a, trainer_a = run(make, precision, update="blocking")
-        b, trainer_b = run(make, precision, update="in_backward")
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_schedules_agree_to_the_bit(precision: str, clip: float | None) -> None:
+    make = partial(zoo.Gpt2, log_norm=False, scheduler=True)
+    trainer = {"gradient_clip_val": clip}
+    a, trainer_a = run(make, precision, steps=30, update="blocking", trainer=trainer)
+    for update in SCHEDULES[1 : 2 if clip else 3]:
+        b, trainer_b = run(make, precision, steps=30, update=update, trainer=trainer)
         assert_same_bits(a, b)
         assert_same_optimizer_bits(trainer_a, trainer_b)
 

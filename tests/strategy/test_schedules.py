@@ -138,6 +138,19 @@ def test_the_fence_waits_when_somebody_may_look(monkeypatch: pytest.MonkeyPatch)
     overlap(monkeypatch, callbacks=[Watcher()])  # Watcher asserts
 
 
+class Blind(Watcher):
+    """Waits for nobody, and says that it reads no weights."""
+
+    reads_weights = False
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+
+def test_the_fence_lets_pass_who_says_it_does_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert overlap(monkeypatch, callbacks=[Blind()])
+
+
 def test_the_fence_is_taken_down_again() -> None:
     _, trainer = fit(zoo.Llama, MegaTrainStrategy(update="next_forward"))
     assert not any(isinstance(c, Fence) for c in trainer.callbacks)
