@@ -106,9 +106,7 @@ def _owns_its_step(trainer: Trainer, optimizers: Sequence[Optimizer]) -> str | N
 def _needs_all_gradients(trainer: Trainer) -> str | None:
     """Why no gradient may be used before all have been made."""
     module = trainer.lightning_module
-    if trainer.accumulate_grad_batches != 1 or any(
-        isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks
-    ):
+    if accumulates(trainer):
         return "gradients are accumulated over batches"
     if trainer.gradient_clip_val:
         return "gradients are clipped"
@@ -120,6 +118,13 @@ def _needs_all_gradients(trainer: Trainer) -> str | None:
             if is_overridden(hook, callback, parent=Callback):
                 return f"{type(callback).__name__} overrides {hook}"
     return None
+
+
+def accumulates(trainer: Trainer) -> bool:
+    """Whether gradients of several batches are, or may come to be, summed for one step."""
+    return trainer.accumulate_grad_batches != 1 or any(
+        isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks
+    )
 
 
 def gradients_stay_untouched(trainer: Trainer) -> bool:

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lightning_megatrain.fence import Fence, who_looks_between_steps
 from lightning_megatrain.legality import (
+    accumulates,
     check_model,
     check_optimizers,
     choose_schedule,
@@ -65,6 +66,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         threads: threads of the host optimizer; ``"auto"`` takes the physical cores but a few for launching GPU work.
         moments_dtype: dtype of Adam's moments in ``bf16-mixed`` and ``bf16-true``: ``"float32"``, or ``"bfloat16"`` to
             save 4 bytes per parameter.
+        accumulate_dtype: dtype in which ``accumulate_grad_batches`` sums bf16 gradients on the host: ``"float32"``,
+            ``"bfloat16"``, or ``"auto"`` for float32 where the 2 bytes more per parameter fit.
         stochastic_rounding: in ``bf16-true``, round weights up or down at random so that small updates count on
             average; reproducible from the seed of ``seed_everything``.
         nonfinite: when gradients are clipped by norm and the norm is not finite: ``"raise"``, or ``"skip"`` to leave
@@ -93,6 +96,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         host_memory: str | int = "auto",
         threads: int | Literal["auto"] = "auto",
         moments_dtype: Literal["float32", "bfloat16"] = "float32",
+        accumulate_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         stochastic_rounding: bool = False,
         nonfinite: Literal["raise", "skip"] = "raise",
         pin_memory: bool = True,
@@ -106,6 +110,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             raise ValueError(f"microbatch={microbatch} is not a batch size; set 1 or more, or None.")
         _require_one_of("update", update, ("auto", "in_backward", "next_forward", "blocking"))
         _require_one_of("moments_dtype", moments_dtype, ("float32", "bfloat16"))
+        _require_one_of("accumulate_dtype", accumulate_dtype, ("auto", "float32", "bfloat16"))
         _require_one_of("nonfinite", nonfinite, ("raise", "skip"))
         if threads != "auto" and threads < 1:
             raise ValueError(f"threads={threads} is not a number of threads; set 1 or more, or 'auto'.")
@@ -118,6 +123,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self._host_memory = host_memory
         self._threads = threads
         self._moments_dtype = torch.bfloat16 if moments_dtype == "bfloat16" else torch.float32
+        self._accumulate_dtype = accumulate_dtype
         self._stochastic_rounding = stochastic_rounding
         self._nonfinite = nonfinite
         self._pin_memory = pin_memory
@@ -222,19 +228,27 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             on_cpu = self.root_device.type == "cpu"
             schedule, why = choose_schedule(self._update, trainer, self.optimizers, on_cpu=on_cpu)
             rank_zero_info(f"megatrain: {len(units)} units, update {schedule!r} ({why})")
-        self.plan = make_plan(
-            groups,
-            store_format,
-            training=training,
-            moment_bytes=moment_bytes(self.optimizers, self._moments_dtype) if training else 0,
-            gradients_coexist=schedule != "in_backward",
-            slots=min(self._prefetch + 1, len(units)),
-            gradient_buffers=GRADIENT_BUFFERS,
-            slabs=SLABS,
-        )
         held = sum(p.numel() * p.element_size() for p in module.parameters())
         # What the parameters take now will be taken over.
         free = available_host_bytes() + held if self._host_memory == "auto" else parse_bytes(self._host_memory)
+
+        def plan_with(sum_dtype: torch.dtype | None) -> Plan:
+            return make_plan(
+                groups,
+                store_format,
+                training=training,
+                moment_bytes=moment_bytes(self.optimizers, self._moments_dtype) if training else 0,
+                gradients_coexist=schedule != "in_backward",
+                gradient_bytes=None if sum_dtype is None else sum_dtype.itemsize,
+                slots=min(self._prefetch + 1, len(units)),
+                gradient_buffers=GRADIENT_BUFFERS,
+                slabs=SLABS,
+            )
+
+        sum_dtype = self._sum_dtype(trainer, store_format, schedule) if training else None
+        if sum_dtype is not None and self._accumulate_dtype == "auto" and plan_with(sum_dtype).host_bytes > free:
+            sum_dtype = None
+        self.plan = plan_with(sum_dtype)
         self.plan.require_host(free, _smaller(store_format))
         store = Store(groups, store_format, pin=pin)
         store.adopt()
@@ -252,6 +266,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
                 threads=threads,
                 moments_dtype=self._moments_dtype,
                 stochastic_seed=torch.initial_seed() & 0xFFFFFFFF if self._stochastic_rounding else None,
+                sum_dtype=sum_dtype,
                 nonfinite=self._nonfinite,
             )
             self._gradients_untouched = gradients_stay_untouched(trainer)
@@ -283,6 +298,19 @@ class MegaTrainStrategy(SingleDeviceStrategy):
                 "moments_dtype='bfloat16' is not possible with precision='32-true', which gives the stock strategy's "
                 "bits; set precision='bf16-mixed' or moments_dtype='float32'."
             )
+
+    def _sum_dtype(self, trainer: Trainer, store_format: StoreFormat, schedule: Schedule) -> torch.dtype | None:
+        """fp32 for sums of bf16 gradients over batches, where it was asked for or may be; None for the wire's dtype."""
+        if store_format is StoreFormat.FP32 or schedule == "in_backward" or not accumulates(trainer):
+            return None
+        # Without `grad_dtype` torch refuses an fp32 gradient on a bf16 parameter, and hooks must see true gradients.
+        able = hasattr(torch.Tensor, "grad_dtype")
+        if self._accumulate_dtype == "float32" and not able:
+            raise MisconfigurationException(
+                f"accumulate_dtype='float32' needs Tensor.grad_dtype, which torch {torch.__version__} does not have; "
+                "set accumulate_dtype='bfloat16', or use a newer torch."
+            )
+        return torch.float32 if able and self._accumulate_dtype != "bfloat16" else None
 
     def _raise_fence(self, trainer: Trainer, schedule: Schedule) -> None:
         if schedule != "next_forward":

@@ -1,5 +1,6 @@
 """Small modules that between them do what real models do. Each is a LightningModule with `make_batch`."""
 
+import math
 from typing import Any
 
 import lightning as L
@@ -102,6 +103,17 @@ class Frozen(Encoder):
         self.embed.requires_grad_(False)
         self.net.layers[1].requires_grad_(False)
         self.net.layers[2].linear1.requires_grad_(False)
+
+
+class Cosine(Frozen):
+    """Weight-decay groups, frozen layers, a cosine schedule with warm-up that moves every step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        curve = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda i: min(1.0, (i + 1) / 10) * 0.5 * (1 + math.cos(math.pi * i / 50))
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": curve, "interval": "step"}}
 
 
 class Llama(Zoo):

@@ -64,6 +64,7 @@ def make_plan(
     training: bool,
     moment_bytes: int,
     gradients_coexist: bool,
+    gradient_bytes: int | None = None,
     slots: int,
     gradient_buffers: int,
     slabs: int,
@@ -76,6 +77,7 @@ def make_plan(
         training: False for validation, test and prediction, which hold weights only.
         moment_bytes: bytes of optimizer state per trainable parameter.
         gradients_coexist: every gradient lives in the gradient arena until the step.
+        gradient_bytes: bytes of a gradient in the arena; None for the wire's.
         slots: device slots.
         gradient_buffers: device gradient buffers.
         slabs: host slabs.
@@ -90,7 +92,7 @@ def make_plan(
     host = {
         "weights": sum(g.layout.numel for g in groups) * store_format.weight_bytes,
         "moments": trainable * moment_bytes if training else 0,
-        "gradients": (trainable if gradients_coexist else resident_trainable) * wire if training else 0,
+        "gradients": (trainable if gradients_coexist else resident_trainable) * (gradient_bytes or wire) * training,
         "slabs": slabs * unit_gradient * wire if training else 0,
     }
     device = {

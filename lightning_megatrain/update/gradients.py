@@ -42,16 +42,27 @@ class HostGradients:
         worker: does the host's share of the work.
         pin: register gradient memory with CUDA.
         threads: threads that add.
+        sum_dtype: dtype in which gradients of several batches are summed; None for that of the wire.
     """
 
-    def __init__(self, store: Store, worker: Worker, *, pin: bool, threads: ThreadPlan | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        worker: Worker,
+        *,
+        pin: bool,
+        threads: ThreadPlan | None = None,
+        sum_dtype: torch.dtype | None = None,
+    ) -> None:
         self._groups = store.groups
         self._worker = worker
         self._pin = pin
         self._threads = threads
         self._dtype = store.format.wire_dtype
         unit_numel = max((g.layout.trainable_numel for g in self._groups if not g.resident), default=0)
-        self.arena = GradientArena(self._groups, self._dtype, pin=pin)
+        self._sum_dtype = sum_dtype or self._dtype
+        self._converts = self._sum_dtype != self._dtype  # then nothing is pushed straight into the arena
+        self.arena = GradientArena(self._groups, self._sum_dtype, pin=pin and not self._converts)
         self._apart = GradientArena(self._groups, self._dtype, pin=pin)
         self._slabs = SlabRing(SLABS, unit_numel, self._dtype, pin=pin)
         self._wide_slabs: SlabRing | None = None
@@ -88,6 +99,8 @@ class HostGradients:
                 if before[index]:
                     self.keep(group, index, parameter)
                 parameter.grad = None
+                if self._converts:
+                    parameter.grad_dtype = parameter.dtype  # autograd must make gradients of the wire's dtype
             if not any(before):
                 self._norms.pop(group.index, None)
 
@@ -115,7 +128,7 @@ class HostGradients:
             used_at_once: the gradients are used when they land and need no place of their own.
         """
         apart, first = self._sums_apart(group, last), not any(self._now[group])
-        joins = not first or (any(self._before[group]) and not apart)
+        joins = not first or (any(self._before[group]) and not apart) or (self._converts and not apart)
         if joins or (used_at_once and last and not self._groups[group].resident):
             self._slab = self._take_slab(group)
             return self._slab[: self._groups[group].layout.trainable_numel]
@@ -178,7 +191,7 @@ class HostGradients:
                 copy.done.wait()
             gradients = None if slab is None else slab[: layout.trainable_numel]
             held = now if apart or not any(before) else before
-            if gradients is not None and any(held):
+            if gradients is not None and (any(held) or (self._converts and not apart)):
                 self._add(group, (self._apart if apart else self.arena).flat(group), gradients, held, present)
                 gradients = None
             if apart and last:
@@ -216,6 +229,8 @@ class HostGradients:
             if parameter.grad is not None:
                 self._add_stray(group, index, parameter)
             if self._before[group.index][index] or self._now[group.index][index]:
+                if self._converts:
+                    parameter.grad_dtype = self._sum_dtype
                 parameter.grad = self.arena.views(group.index)[index]
 
     def _add_stray(self, group: Group, index: int, parameter: Parameter) -> None:
@@ -270,6 +285,8 @@ class HostGradients:
         """Give the memory back; ``p.grad`` is None afterwards."""
         for _, _, parameter in self.trainable():
             parameter.grad = None
+            if self._converts:
+                parameter.grad_dtype = torch.float32  # what it will be outside fit
         for memory in (self._slabs, self._wide_slabs, self.arena, self._apart):
             if memory is not None:
                 memory.close()

@@ -50,6 +50,7 @@ class Updater:
         threads: threads of the host kernel.
         moments_dtype: dtype of Adam's moments on the split and bf16 stores.
         stochastic_seed: round bf16 masters stochastically with this seed; None rounds to nearest.
+        sum_dtype: dtype in which gradients of several batches are summed; None for that of the wire.
         nonfinite: ``"raise"``, or ``"skip"`` to leave a step out whole when the norm that clipping needs is not finite.
     """
 
@@ -64,11 +65,12 @@ class Updater:
         threads: ThreadPlan | None = None,
         moments_dtype: torch.dtype = torch.float32,
         stochastic_seed: int | None = None,
+        sum_dtype: torch.dtype | None = None,
         nonfinite: Literal["raise", "skip"] = "raise",
     ) -> None:
         self.schedule = schedule
         self.worker = Worker(inline=inline)
-        self.gradients = HostGradients(store, self.worker, pin=pin, threads=threads)
+        self.gradients = HostGradients(store, self.worker, pin=pin, threads=threads, sum_dtype=sum_dtype)
         self.skipped_steps = 0
         self._store = store
         self._optimizers = list(optimizers)

@@ -18,6 +18,7 @@ from rss_probe import Stack
 from lightning_megatrain.memory.arena import Arena
 from lightning_megatrain.stream.streams import CudaStreams, Streams
 from lightning_megatrain.update.optimizers import GroupUpdate
+from lightning_megatrain.update.updater import Updater
 from lightning_megatrain.update.worker import Worker
 
 pytestmark = pytest.mark.gpu
@@ -88,16 +89,41 @@ def test_random_delays_change_no_bit(name: str, precision: str, update: str, mon
         assert_same_optimizer_bits(trainer_a, trainer_b)
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("clip", [None, 0.2])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_schedules_agree_to_the_bit(precision: str, clip: float | None) -> None:
-    make = partial(zoo.Gpt2, log_norm=False, scheduler=True)
-    trainer = {"gradient_clip_val": clip}
-    a, trainer_a = run(make, precision, steps=30, update="blocking", trainer=trainer)
+def test_fifty_delayed_steps_agree_to_the_bit(
+    precision: str, clip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = partial(zoo.Cosine, log_norm=False)
+    trainer = {"gradient_clip_val": clip, "samples": 240}
+    a, trainer_a = run(make, precision, steps=50, update="blocking", trainer=trainer)
     for update in SCHEDULES[1 : 2 if clip else 3]:
-        b, trainer_b = run(make, precision, steps=30, update=update, trainer=trainer)
+        with monkeypatch.context() as patch:
+            random_delays(patch, seed=1)
+            b, trainer_b = run(make, precision, steps=50, update=update, trainer=trainer)
         assert_same_bits(a, b)
         assert_same_optimizer_bits(trainer_a, trainer_b)
+
+
+@pytest.mark.parametrize("width", [32, 256])
+def test_the_norm_taken_on_the_device_is_torchs(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, expected = [], []
+    clip = Updater.clip_by_norm
+
+    def noted(self: Updater, optimizer: Any, limit: float, *, untouched: bool) -> None:
+        assert untouched
+        assert len(self.gradients._norms) >= 4
+        grads = [p.grad.float() for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        expected.append(float(torch.nn.utils.get_total_norm(grads)))
+        norms = self.gradients.norms(set(self._parameters_of(optimizer)), untouched=True)
+        seen.append(sum(n * n for n in norms.values()) ** 0.5)
+        clip(self, optimizer, limit, untouched=untouched)
+
+    monkeypatch.setattr(Updater, "clip_by_norm", noted)
+    make = partial(zoo.Encoder, log_norm=False, width=width)
+    run(make, "bf16-mixed", update="next_forward", trainer={"gradient_clip_val": 0.1})
+    assert len(seen) == 8
+    assert seen == pytest.approx(expected, rel=1e-6)
 
 
 def test_gradients_equal_the_stock_strategys() -> None:
@@ -191,5 +217,5 @@ def test_a_worker_error_surfaces_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_parameters_on_the_gpu_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'embed.weight' is on cuda:0.*build the module on the CPU"):
+    with pytest.raises(ValueError, match=r"is on cuda:0.*build the module on the CPU"):
         run(lambda: zoo.Encoder().cuda())

@@ -1,6 +1,5 @@
 """All schedules give the same bits; clipping, skipping and failing behave the same in each."""
 
-import math
 import threading
 from functools import partial
 from typing import Any
@@ -20,21 +19,10 @@ from lightning_megatrain.update.updater import NonFiniteGradientError, Updater
 SCHEDULES = ["blocking", "next_forward", "in_backward"]
 
 
-class Cosine(zoo.Frozen):
-    """Weight-decay groups, frozen layers, a cosine schedule with warm-up that moves every step."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        curve = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda i: min(1.0, (i + 1) / 10) * 0.5 * (1 + math.cos(math.pi * i / 50))
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": curve, "interval": "step"}}
-
-
 @pytest.mark.parametrize("clip", [None, 0.2])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_fifty_steps_are_equal_to_the_bit(precision: str, clip: float | None) -> None:
-    make = partial(Cosine, log_norm=False)
+    make = partial(zoo.Cosine, log_norm=False)
     runs = [
         fit(
             make,
@@ -57,7 +45,7 @@ def test_fifty_steps_are_equal_to_the_bit(precision: str, clip: float | None) ->
 @pytest.mark.parametrize("first", SCHEDULES)
 @pytest.mark.parametrize("second", SCHEDULES)
 def test_schedules_may_change_through_a_checkpoint(first: str, second: str, tmp_path: Any) -> None:
-    make = partial(Cosine, dropout=0.0, log_norm=False)
+    make = partial(zoo.Cosine, dropout=0.0, log_norm=False)
     arguments: dict[str, Any] = {"precision": "bf16-mixed", "max_steps": -1, "samples": 16}
     straight, _ = fit(make, MegaTrainStrategy(update="blocking"), max_epochs=2, **arguments)
     _, trainer = fit(make, MegaTrainStrategy(update=first), max_epochs=1, **arguments)
@@ -348,3 +336,62 @@ def test_without_a_kernel_the_reference_gives_the_same_bits(monkeypatch: pytest.
     monkeypatch.setattr("lightning_megatrain.update.adam.get_kernel", lambda: None)
     b, _ = fit(make, MegaTrainStrategy(), precision="bf16-mixed")
     assert_same_bits(a, b)
+
+
+class GradientsOfBatches(L.Callback):
+    """Gradients after each backward."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Tensor]] = []
+
+    def on_after_backward(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        assert all(p.grad.shape == p.shape for p in module.parameters() if p.grad is not None)
+        self.seen.append({n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None})
+
+
+def gradients_of(batches: int, dtype: str, update: str) -> list[dict[str, Tensor]]:
+    """The first step sums four batches, or is four steps at a learning rate of zero."""
+    log = GradientsOfBatches()
+    module, _ = fit(
+        partial(zoo.Odd, log_norm=False, lr=0.0, weight_decay=0.0),
+        MegaTrainStrategy(update=update, accumulate_dtype=dtype),
+        precision="bf16-mixed",
+        accumulate_grad_batches=batches,
+        max_steps=4 // batches,
+        callbacks=[log],
+    )
+    assert all(p.dtype == p.grad_dtype == torch.float32 for p in module.parameters())
+    return log.seen
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch has no Tensor.grad_dtype")
+@pytest.mark.parametrize("update", ["blocking", "next_forward"])
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+def test_sums_over_batches(dtype: str, update: str) -> None:
+    apart = gradients_of(1, dtype, update)
+    together = gradients_of(4, dtype, update)[-1]
+    wide = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    assert {g.dtype for g in apart[0].values()} == {torch.bfloat16}
+    assert {g.dtype for g in together.values()} == {wide}
+    for name, total in together.items():
+        expected: Tensor | None = None
+        for batch in apart:
+            if name in batch:
+                one = batch[name].to(wide) / 4  # Lightning averages over the batches; a power of two is exact
+                expected = one if expected is None else (expected.float() + one.float()).to(wide)
+        assert expected is not None
+        assert torch.equal(total, expected), name
+
+
+def test_sums_fall_back_to_bf16_where_fp32_does_not_fit() -> None:
+    def run(**arguments: Any) -> MegaTrainStrategy:
+        strategy = MegaTrainStrategy(update="next_forward", **arguments)
+        make = partial(zoo.Llama, log_norm=False)
+        fit(make, strategy, precision="bf16-mixed", accumulate_grad_batches=2, max_steps=1)
+        return strategy
+
+    wide = run().plan
+    assert wide is not None
+    narrow = run(host_memory=wide.host_bytes - 1).plan
+    assert narrow is not None
+    assert wide.host["gradients"] == 2 * narrow.host["gradients"]
