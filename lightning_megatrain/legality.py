@@ -6,6 +6,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
@@ -29,6 +30,13 @@ def check_model(module: nn.Module) -> None:
                 f"Parameter {name!r} has a post-accumulate-grad hook, which never fires for streamed weights; "
                 "remove it and use on_before_optimizer_step, which sees every gradient."
             )
+    for name, child in module.named_modules():
+        if getattr(child, "gradient_checkpointing", False) is True:
+            rank_zero_warn(
+                f"{name or 'The model'} has gradient checkpointing on, and units are recomputed anyway; turn it off "
+                "to save one forward per step."
+            )
+            break
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], store_format: StoreFormat, groups: Sequence[Group]) -> None:
@@ -98,6 +106,11 @@ def _owns_its_step(trainer: Trainer, optimizers: Sequence[Optimizer]) -> str | N
         return f"there are {len(optimizers)} optimizers"
     if not is_per_parameter(optimizers[0]):
         return f"{type(optimizers[0]).__name__} is not known to update each parameter by itself"
+    known = {id(p) for p in module.parameters()}
+    if any(id(p) not in known for group in optimizers[0].param_groups for p in group["params"]):
+        return "the optimizer holds a parameter that is not part of the module"
+    if optimizers[0]._optimizer_step_pre_hooks or optimizers[0]._optimizer_step_post_hooks:
+        return "the optimizer has step hooks"
     if is_overridden("optimizer_step", module, parent=LightningModule):
         return "the module overrides optimizer_step"
     return None

@@ -250,9 +250,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             sum_dtype = None
         self.plan = plan_with(sum_dtype)
         self.plan.require_host(free, _smaller(store_format))
-        store = Store(groups, store_format, pin=pin)
+        self._store = store = Store(groups, store_format, pin=pin)
         store.adopt()
-        self._store = store
         if training:
             inline = self.root_device.type == "cpu" and not self.update_thread_on_cpu
             threads = plan_threads(self._threads)
@@ -382,8 +381,9 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         updater.before_backward()
+        engine.begin_backward()
         self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        engine.push_residents()
+        engine.end_backward()
         if module.automatic_optimization:
             engine.end_step()
         # Hooks that read gradients or weights after the backward meet the host's, all there.

@@ -1,6 +1,7 @@
 """Host memory for gradients: a small ring of slabs, and the arena for when all gradients must coexist."""
 
 import queue
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -83,6 +84,16 @@ class GradientArena:
         """Gradient of each trainable parameter in its shape, in layout order."""
         self._ensure(group)
         return self._views[group]
+
+    def leave(self, group: int, index: int) -> None:
+        """If somebody keeps the gradient that :meth:`views` gave out, let them have it: with memory of its own."""
+        views = self.views(group)
+        if sys.getrefcount(views[index]) <= 2:  # the list's reference, and the call's
+            return
+        kept = views[index]
+        with torch.inference_mode(False):
+            views[index] = kept.detach()
+            kept.data = kept.clone()
 
     def close(self) -> None:
         """Unregister all arenas."""

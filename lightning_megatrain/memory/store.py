@@ -72,9 +72,13 @@ class Store:
         for group in self.groups:
             for entry, parameter in zip(group.layout.entries, group.parameters, strict=True):
                 _check_adoptable(entry.name, parameter)
-        for group in self.groups:
-            self._adopt_group(group)
-            give_back_freed_memory()
+        try:
+            for group in self.groups:
+                self._adopt_group(group)
+                give_back_freed_memory()
+        except BaseException:
+            self.release()
+            raise
 
     def _adopt_group(self, group: Group) -> None:
         layout, dtype = group.layout, self.format.wire_dtype
@@ -88,9 +92,20 @@ class Store:
         self._views.append(
             [wire_arena.view(dtype, e.numel, e.offset * dtype.itemsize).view(e.shape) for e in layout.entries]
         )
+        try:
+            for index, parameter in enumerate(group.parameters):
+                self.write_master(group.index, index, parameter.data)
+        except BaseException:
+            self._drop_last()
+            raise
         for index, parameter in enumerate(group.parameters):
-            self.write_master(group.index, index, parameter.data)
             parameter.data = self._views[group.index][index]
+
+    def _drop_last(self) -> None:
+        for arenas in (self._wire_arenas, self._low_arenas):
+            arenas.pop().close()
+        for tensors in (self._wire, self._low, self._views):
+            tensors.pop()
 
     def wire(self, group: int) -> Tensor:
         """Flat wire bytes of a group, ``[layout.numel]`` in the wire dtype."""
@@ -128,10 +143,7 @@ class Store:
             group = self.groups[len(self._wire) - 1]
             for index, parameter in enumerate(group.parameters):
                 parameter.data = self.master(group.index, index)
-            for arenas in (self._wire_arenas, self._low_arenas):
-                arenas.pop().close()
-            for tensors in (self._wire, self._low, self._views):
-                tensors.pop()
+            self._drop_last()
 
     def _entry_span(self, group: int, index: int) -> slice:
         entry = self.groups[group].layout.entries[index]

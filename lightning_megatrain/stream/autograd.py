@@ -91,7 +91,7 @@ class StreamedBlock(torch.autograd.Function):
         ctx.engine, ctx.call = engine, call
         outputs = engine.forward(call, tensors)
         ctx.save_for_backward(*tensors)
-        ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
+        ctx.mark_non_differentiable(*(o for o in outputs if not (o.is_floating_point() or o.is_complex())))
         return tuple(outputs)
 
     @staticmethod

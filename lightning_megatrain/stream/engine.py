@@ -13,13 +13,14 @@ from lightning_megatrain.memory.layout import Group
 from lightning_megatrain.memory.slots import Slot, SlotRing
 from lightning_megatrain.memory.store import Store
 from lightning_megatrain.stream.autograd import Call, Output, StreamedBlock
+from lightning_megatrain.stream.closure import check_graph
 from lightning_megatrain.stream.gradients import GradientBuffers, InputGradients, ParameterGradients
 from lightning_megatrain.stream.microbatch import Slices
 from lightning_megatrain.stream.order import UseOrder
 from lightning_megatrain.stream.patch import drop_caches, install, uninstall
 from lightning_megatrain.stream.residents import Residents
 from lightning_megatrain.stream.streams import Copy, Streams
-from lightning_megatrain.stream.unit import Conditions, Unit
+from lightning_megatrain.stream.unit import Conditions, Unit, check_trainable
 
 
 class GradientSink(Protocol):
@@ -95,6 +96,8 @@ class Engine:
         self._gradients = GradientBuffers(groups, dtype, streams) if sink is not None else None
         with torch.inference_mode(False):
             self._anchor = torch.empty(0, requires_grad=True)
+        self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
+        self._collecting = False
         self._orders = {True: UseOrder(), False: UseOrder()}
         self._recent: deque[int] = deque(maxlen=max(1, prefetch))
         self._in_step = False
@@ -109,13 +112,21 @@ class Engine:
             install(unit, self.use)
         resident = {id(p) for group in groups if group.resident for p in group.parameters}
 
-        # A plain function: deep-copying a module copies its hooks, and a bound method would take the engine along.
-        def bring_residents(module: nn.Module, args: Any) -> None:
-            self._bring_residents()
+        # Outside a step a module borrows device copies for one forward: nobody says when the host's weights change, and
+        # what is written to them must not be lost. Plain functions: deep-copying a module copies its hooks, and a bound
+        # method would take the engine along.
+        def lend(module: nn.Module, args: Any) -> None:
+            if not self.residents.on_device:
+                self._wait_for_residents()
+                self.residents.lend(module)
+
+        def take_back(module: nn.Module, args: Any, output: Any) -> None:
+            self.residents.take_back(module)
 
         for module in model.modules():
             if any(id(p) in resident for p in module.parameters(recurse=False)):
-                self._hooks.append(module.register_forward_pre_hook(bring_residents))
+                self._hooks.append(module.register_forward_pre_hook(lend))
+                self._hooks.append(module.register_forward_hook(take_back, always_call=True))
         if self.sink is not None and self.sink.takes_residents_early:
             for group in self.residents.groups:
                 for parameter in group.parameters[: group.layout.trainable_count]:
@@ -147,7 +158,7 @@ class Engine:
         self.ring.clear()
         self._recent.clear()
         self._arrived.clear()
-        self._in_step = False
+        self._in_step = self._collecting = False
 
     # Phases of a step
 
@@ -166,10 +177,14 @@ class Engine:
         self._bring_residents(upload=upload)
 
     def _bring_residents(self, *, upload: bool = True) -> None:
-        if self.sink is not None and not self.residents.on_device:
-            for group in self.residents.groups:
-                self.sink.wait_updated(group.index)
+        if not self.residents.on_device:
+            self._wait_for_residents()
         self.residents.to_device(upload=upload)
+
+    def _wait_for_residents(self) -> None:
+        for group in self.residents.groups if self.sink is not None else ():
+            assert self.sink is not None
+            self.sink.wait_updated(group.index)
 
     def end_step(self) -> None:
         """The step's forward and backward are over: weights are on the host again. May be called twice."""
@@ -190,8 +205,15 @@ class Engine:
                 self._in_step = True
                 self._bring_residents()
 
-    def push_residents(self) -> None:
-        """After a backward: send the gradients that autograd left on resident parameters to the host."""
+    def begin_backward(self) -> None:
+        """A backward whose gradients are wanted is about to run."""
+        for group in self.residents.groups:
+            check_trainable(group)
+        self._collecting = True
+
+    def end_backward(self) -> None:
+        """It has run: send the gradients that autograd left on resident parameters to the host."""
+        self._collecting = False
         self._arrived.clear()
         for group in self.residents.groups:
             self._push_resident(group)
@@ -215,7 +237,7 @@ class Engine:
         """What a unit's ``forward`` does while it is streamed: same arguments, same result."""
         if not torch.is_grad_enabled():
             return self._use_without_gradients(unit, args, kwargs)
-        unit.check_trainable()
+        check_trainable(unit.group)
         call, tensors = Call.of(unit, *drop_caches(args, kwargs))
         trains = self.sink is not None and any(unit.requires_grad_flags())
         if not trains and not any(t.requires_grad for t in (*tensors, *unit.shared)):
@@ -224,6 +246,11 @@ class Engine:
         call.version = self.store.versions[unit.group.index]
         if trains:
             unit.pending += 1
+            if unit.pending > 1 and any(p._backward_hooks for p in unit.group.parameters):
+                raise RuntimeError(
+                    f"Unit {unit.name!r} is used twice in one step and a parameter of it has a gradient hook, which "
+                    "would see the gradient of each use instead of their sum; use on_before_optimizer_step."
+                )
         outputs = StreamedBlock.apply(self, call, self._anchor if trains else None, *tensors, *unit.shared)
         self._recent.append(unit.group.index)
         assert call.output is not None
@@ -254,22 +281,23 @@ class Engine:
         unit = call.unit
         call.conditions = Conditions.capture(unit, self.streams)
         buffers = unit.buffers_before()
-        buffer_versions = {key: b._version for key, b in unit.buffers().items()} if buffers is not None else {}
         input_versions = [t._version for t in tensors]
         slices = Slices(unit.name, tensors, self._microbatch)
         parts = []
         expected = self._orders[True].observe(unit.group.index, self._prefetch_depth)
         with self._bound(unit, expected) as slot:
             for part in slices:
-                _, outputs = self._run(call, slices.take(tensors, part), [t.requires_grad for t in tensors])
+                leaves, outputs = self._run(call, slices.take(tensors, part), [t.requires_grad for t in tensors])
+                check_graph(unit, leaves, outputs)
                 parts.append([_own(o.detach(), slot) for o in outputs])
         if [t._version for t in tensors] != input_versions:
             raise RuntimeError(
                 f"Unit {unit.name!r} changes one of its inputs in place, so it cannot be recomputed from them; "
                 "write the operation out of place, or choose other modules with MegaTrainStrategy(units=...)."
             )
-        if unit.note_buffers(buffers, buffer_versions):
-            call.conditions.buffers = buffers
+        if unit.note_buffers(buffers):
+            assert buffers is not None
+            call.conditions.buffers = {key: copy for key, (_, _, copy) in buffers.items()}
         assert call.conditions.random_state is not None
         drawn = zip(call.conditions.random_state, self.streams.random_state(), strict=True)
         if all(torch.equal(before, after) for before, after in drawn):
@@ -293,7 +321,15 @@ class Engine:
             )
         slices = Slices(unit.name, tensors, self._microbatch)
         flags = call.conditions.requires_grad
-        count = unit.group.layout.trainable_count if self.sink is not None else 0
+        # `autograd.grad` with respect to some inputs must leave parameters alone; `backward` reaches every leaf, and so
+        # the anchor.
+        collects = self.sink is not None and torch._C._will_engine_execute_node(self._anchor_node)
+        if collects and not self._collecting:
+            raise RuntimeError(
+                "A backward ran that the strategy was not told of; call self.manual_backward(loss) instead of "
+                "loss.backward()."
+            )
+        count = unit.group.layout.trainable_count if collects else 0
         wanted = [p for p, flag in zip(unit.group.parameters[:count], flags[:count], strict=True) if flag]
         needs, shared_needs = needs[: len(tensors)], needs[len(tensors) :]
         shared = [p for p, need in zip(unit.shared, shared_needs, strict=True) if need]
@@ -333,6 +369,11 @@ class Engine:
         leaves = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
         with torch.enable_grad(), self._compute_context(), record_function(f"megatrain.forward {call.unit.name}"):
             output, outputs = Output.of(call.run(leaves))
+        if not outputs:
+            raise RuntimeError(
+                f"Unit {call.unit.name!r} returns no tensor that autograd could follow; return tensors, or tuples, "
+                "lists or dicts of them, or make other modules units with MegaTrainStrategy(units=...)."
+            )
         if call.output is None:
             call.output = output
         return leaves, outputs

@@ -16,6 +16,9 @@ class Slices:
         unit: qualified name, for errors.
         tensors: the tensors of the use.
         size: largest slice, or None for one slice that is the whole batch.
+
+    Raises:
+        RuntimeError: batch and sequence have the same size, and a tensor could belong to either.
     """
 
     def __init__(self, unit: str, tensors: Sequence[Tensor], size: int | None) -> None:
@@ -24,6 +27,14 @@ class Slices:
         self._batch = 0 if lead is None else lead.shape[0]
         self.whole = size is None or self._batch <= size
         self._size = self._batch if size is None or self.whole else size
+        if not self.whole and lead is not None and lead.dim() > 2 and lead.shape[1] == self._batch:
+            others = [t for t in tensors if t is not lead and t.dim() > 0 and t.shape[0] == self._batch]
+            if any(t.dim() < 3 for t in others):
+                raise RuntimeError(
+                    f"Unit {unit!r} got {self._batch} rows of {self._batch} positions and a tensor of that leading "
+                    "size, which may be a mask over positions or belong to the batch; set another batch size, or "
+                    "MegaTrainStrategy(microbatch=None)."
+                )
         self.cut = [not self.whole and t.dim() > 0 and t.shape[0] == self._batch for t in tensors]
 
     def __iter__(self) -> Iterator[slice]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_megatrain.memory.layout import Group
@@ -59,6 +59,29 @@ class Residents:
             for parameter, view in zip(group.parameters, self._store.host_views(group.index), strict=True):
                 parameter.data = view
         self.on_device = False
+
+    def lend(self, module: nn.Module) -> None:
+        """Outside a step: device copies for the parameters that ``module`` itself holds, until :meth:`take_back`."""
+        own = {id(p) for p in module.parameters(recurse=False)}
+        for group, flat, views in zip(self.groups, self._flat, self._views, strict=True):
+            if not any(id(p) in own for p in group.parameters):
+                continue
+            copy = self._streams.copy("fetch", flat, self._store.wire(group.index), after=[self._released])
+            self._streams.compute_after(copy.done)
+            for parameter, view in zip(group.parameters, views, strict=True):
+                if id(parameter) in own:
+                    parameter.data = view
+
+    def take_back(self, module: nn.Module) -> None:
+        """After what :meth:`lend` was for: host views again. Does nothing in a step."""
+        if self.on_device:
+            return
+        self._released = self._streams.record()
+        own = {id(p) for p in module.parameters(recurse=False)}
+        for group in self.groups:
+            for parameter, view in zip(group.parameters, self._store.host_views(group.index), strict=True):
+                if id(parameter) in own:
+                    parameter.data = view
 
     def take_gradients(self, group: Group) -> list[Tensor | None]:
         """Take autograd's gradients off a group's trainable parameters."""

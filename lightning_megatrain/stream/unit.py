@@ -33,7 +33,8 @@ class Unit:
         own = {id(p) for p in group.parameters}
         self.shared = [p for p in module.parameters() if id(p) not in own]  # resident: other modules use them too
         self._modules = list(module.modules())
-        self._buffers_change: bool | None = None  # unknown until the first training forward
+        self._buffers_change: dict[tuple[bool, ...], bool] = {}  # by training flags, once seen
+        self.graph_checked = False
 
     @property
     def name(self) -> str:
@@ -48,20 +49,6 @@ class Unit:
     def unbind(self) -> None:
         """Put the host views back."""
         self.bind(self._host_views)
-
-    def check_trainable(self) -> None:
-        """Refuse parameters that began to require gradients after the layout was made.
-
-        Raises:
-            RuntimeError: names the parameter.
-        """
-        frozen = self.group.layout.trainable_count
-        for entry, parameter in zip(self.group.layout.entries[frozen:], self.group.parameters[frozen:], strict=True):
-            if parameter.requires_grad:
-                raise RuntimeError(
-                    f"Parameter {entry.name!r} was frozen when training was set up and requires a gradient now; "
-                    "set requires_grad before fit() and, to freeze it for a while, unset it during training."
-                )
 
     def training_flags(self) -> tuple[bool, ...]:
         """``training`` of every module inside."""
@@ -90,27 +77,47 @@ class Unit:
             if buffer is not None
         }
 
-    def buffers_before(self) -> dict[tuple[int, str], Tensor] | None:
-        """Copies of the buffers, for a unit whose forward may change them (running statistics, counters)."""
-        if self._buffers_change is False or not self.module.training:
+    def buffers_before(self) -> "BuffersBefore | None":
+        """The buffers and copies of them, for a unit whose forward may change some (running statistics, counters)."""
+        if self._buffers_change.get(self.training_flags()) is False:
             return None
-        return {key: buffer.clone() for key, buffer in self.buffers().items()}
+        return {key: (buffer, buffer._version, buffer.clone()) for key, buffer in self.buffers().items()}
 
-    def note_buffers(self, before: dict[tuple[int, str], Tensor] | None, versions: dict[tuple[int, str], int]) -> bool:
-        """After a forward: did it change a buffer? Remembers units that never do."""
+    def note_buffers(self, before: "BuffersBefore | None") -> bool:
+        """After a forward: did it change a buffer? Remembers modes in which the unit never does."""
         if before is None:
             return False
         now = self.buffers()
-        changed = now.keys() != versions.keys() or any(
-            now[key]._version != version for key, version in versions.items()
+        changed = now.keys() != before.keys() or any(
+            now[key] is not buffer or buffer._version != version for key, (buffer, version, _) in before.items()
         )
-        self._buffers_change = bool(self._buffers_change) or changed
+        flags = self.training_flags()
+        self._buffers_change[flags] = self._buffers_change.get(flags, False) or changed
         return changed
 
     def put_buffers(self, buffers: dict[tuple[int, str], Tensor]) -> None:
         """Install buffer tensors, keyed as by :meth:`buffers`."""
         for (index, name), buffer in buffers.items():
             self._modules[index]._buffers[name] = buffer
+
+
+BuffersBefore = dict[tuple[int, str], tuple[Tensor, int, Tensor]]
+"""By position and name: the buffer, its version, and a copy."""
+
+
+def check_trainable(group: Group) -> None:
+    """Refuse parameters that began to require gradients after the layout was made.
+
+    Raises:
+        RuntimeError: names the parameter.
+    """
+    frozen = group.layout.trainable_count
+    for entry, parameter in zip(group.layout.entries[frozen:], group.parameters[frozen:], strict=True):
+        if parameter.requires_grad:
+            raise RuntimeError(
+                f"Parameter {entry.name!r} was frozen when training was set up and requires a gradient now; "
+                "set requires_grad before fit() and, to freeze it for a while, unset it during training."
+            )
 
 
 @dataclass

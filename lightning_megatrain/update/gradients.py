@@ -99,6 +99,8 @@ class HostGradients:
                 if before[index]:
                     self.keep(group, index, parameter)
                 parameter.grad = None
+                if not before[index] and self.arena.holds(group.index):
+                    self.arena.leave(group.index, index)
                 if self._converts:
                     parameter.grad_dtype = parameter.dtype  # autograd must make gradients of the wire's dtype
             if not any(before):

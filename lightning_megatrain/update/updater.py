@@ -85,8 +85,8 @@ class Updater:
         self._updated: set[int] = set()
         self._handed_over: set[int] = set()
         self._midway = False
-        self._scale = 1.0
-        self._skip = False
+        self._scales: dict[Optimizer, float] = {}  # of the step to come
+        self._skips: set[Optimizer] = set()
 
     def _update_for(self, optimizer: Optimizer, threads: ThreadPlan | None, seed: int | None) -> GroupUpdate:
         if is_adam(optimizer) and self._store.format is not StoreFormat.FP32:
@@ -207,13 +207,13 @@ class Updater:
         norms = self.gradients.norms(set(self._parameters_of(optimizer)), untouched=untouched)
         norm = math.sqrt(sum(n * n for n in norms.values()))
         if self._is_finite(norm, optimizer, norms):
-            self._scale = min(1.0, limit / (norm + 1e-6))
+            self._scales[optimizer] = min(1.0, limit / (norm + 1e-6))
 
     def _is_finite(self, total: float, optimizer: Optimizer, norms: dict[str, float] | None = None) -> bool:
         if math.isfinite(total):
             return True
         if self._nonfinite == "skip":
-            self._skip = True
+            self._skips.add(optimizer)
             return False
         norms = norms or self.gradients.norms(set(self._parameters_of(optimizer)), untouched=False)
         # Backward runs against the order of the groups, so the last bad one is where it began.
@@ -228,8 +228,8 @@ class Updater:
     def step(self, optimizer: Optimizer) -> None:
         """The optimizer's step: nothing is under way and ``p.grad`` is final. Runs the optimizer's step hooks."""
         self.worker.require()
-        if self._skip:
-            self._skip, self._scale = False, 1.0
+        if optimizer in self._skips:
+            self._skips.discard(optimizer)
             self.skipped_steps += 1
             optimizer._opt_called = True  # type: ignore[attr-defined]
             return
@@ -257,7 +257,7 @@ class Updater:
         """Give the worker one update per group, residents first: the next forward needs them before anything else."""
         update = self._updates[self._optimizers.index(optimizer)]
         settings = update.snapshot()
-        scale, self._scale = self._scale, 1.0
+        scale = self._scales.pop(optimizer, 1.0)
         for group in sorted(self._store.groups, key=lambda g: not g.resident):
             present = []
             for index, parameter in enumerate(group.parameters[: group.layout.trainable_count]):

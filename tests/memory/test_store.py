@@ -73,3 +73,33 @@ def test_narrow_parameters_get_a_wide_master(dtype: torch.dtype) -> None:
     store.adopt()
     assert parameter.dtype == torch.float32
     assert torch.equal(parameter, value)
+
+
+@pytest.mark.parametrize("store_format", StoreFormat)
+@pytest.mark.parametrize("fails_at", range(3))
+def test_a_failure_while_adopting_loses_nothing(
+    fails_at: int, store_format: StoreFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, calls = Store.write_master, iter(range(10))
+
+    def failing(self: Store, *args: object) -> None:
+        if next(calls) == fails_at:
+            raise MemoryError("planted")
+        write(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Store, "write_master", failing)
+    torch.manual_seed(0)
+    parameters = [Parameter(torch.randn(7, 9)), Parameter(torch.randn(300)), Parameter(torch.randn(2, 2))]
+    values = [p.detach().clone() for p in parameters]
+    groups = [
+        Group.of(0, "a", [("x", parameters[0]), ("y", parameters[1])], resident=False),
+        Group.of(1, "b", [("z", parameters[2])], resident=True),
+    ]
+    store = Store(groups, store_format, pin=False)
+    with pytest.raises(MemoryError, match="planted"):
+        store.adopt()
+    assert store.nbytes == 0
+    for parameter, value in zip(parameters, values, strict=True):
+        assert parameter.dtype == torch.float32
+        exact = store_format is not StoreFormat.BF16
+        assert torch.equal(parameter, value) or (not exact and torch.equal(parameter, value.bfloat16().float()))
