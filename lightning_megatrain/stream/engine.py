@@ -226,7 +226,7 @@ class Engine:
             return
         norm = None
         if self.sink.wants_norms:
-            norm = torch.stack([_norm(g) for g in gradients if g is not None]).norm()
+            norm = torch.linalg.vector_norm(torch.stack([_norm(g) for g in gradients if g is not None]))
         target = self.sink.destination(group.index, last=True)
         copies = self.residents.push(group, gradients, target)
         self.sink.landed(group.index, copies, present, True, norm)
@@ -437,9 +437,20 @@ class Engine:
         self.sink.landed(unit.group.index, [copy], present, last, norm)
 
 
+_NORM_ROW = 1 << 14
+
+
 def _norm(gradient: Tensor) -> Tensor:
-    """Euclidean norm, summed in fp32, of a gradient of any dtype."""
-    return torch.linalg.vector_norm(gradient, dtype=torch.float32)
+    """Euclidean norm of a gradient, a double: summed in fp32 over short rows and in double over the rows' norms.
+
+    One fp32 sum over a whole unit would lose the last places, and a double copy of it would take four times its memory.
+    """
+    flat = gradient.reshape(-1)
+    whole = flat.numel() - flat.numel() % _NORM_ROW
+    rows = [flat[:whole].view(-1, _NORM_ROW)] if whole else []
+    rows += [flat[whole:].view(1, -1)] if whole < flat.numel() else []
+    norms = [torch.linalg.vector_norm(r, dim=1, dtype=torch.float32) for r in rows]
+    return torch.linalg.vector_norm(torch.cat(norms).double()) if norms else gradient.new_zeros((), dtype=torch.float64)
 
 
 def _own(tensor: Tensor, slot: Slot) -> Tensor:

@@ -113,7 +113,8 @@ def test_the_norm_taken_on_the_device_is_torchs(width: int, monkeypatch: pytest.
     def noted(self: Updater, optimizer: Any, limit: float, *, untouched: bool) -> None:
         assert untouched
         assert len(self.gradients._norms) >= 4
-        grads = [p.grad.float() for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        # In double: at this size torch's own fp32 norm is off by as much as the tolerance.
+        grads = [p.grad.double() for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         expected.append(float(torch.nn.utils.get_total_norm(grads)))
         norms = self.gradients.norms(set(self._parameters_of(optimizer)), untouched=True)
         seen.append(sum(n * n for n in norms.values()) ** 0.5)
