@@ -100,8 +100,6 @@ class CausalLM(L.LightningModule):
         # Weighting by targets makes the epoch's mean the mean over tokens, however rows and padding vary.
         weight = int((targets != IGNORE_INDEX).sum())
         self.log("val_loss", _cross_entropy(logits, targets), prog_bar=True, batch_size=weight)
-        # A strategy that leaves the module on the host leaves the metric's counters there too.
-        self.val_perplexity.to(logits.device)
         self.val_perplexity.update(logits.float(), targets)
         self.log("val_perplexity", self.val_perplexity, batch_size=weight)
 
