@@ -76,6 +76,30 @@ def test_prefetch_depth_changes_nothing(prefetch: int) -> None:
     compare(partial(zoo.Odd, scheduler=True), CLIPPED, prefetch=prefetch)
 
 
+class OnlyHead(zoo.Encoder):
+    """All units are frozen: they are streamed, and nothing of them is pushed or updated."""
+
+    def __init__(self, **kw: Any) -> None:
+        super().__init__(**kw)
+        self.net.requires_grad_(False)
+        self.embed.requires_grad_(False)
+
+
+class OnlyEmbedding(zoo.Encoder):
+    """All units are frozen and gradients flow through them."""
+
+    def __init__(self, **kw: Any) -> None:
+        super().__init__(**kw)
+        self.net.requires_grad_(False)
+        self.head.requires_grad_(False)
+
+
+@pytest.mark.parametrize("update", ["blocking", "next_forward", "in_backward"])
+@pytest.mark.parametrize("make", [OnlyHead, OnlyEmbedding])
+def test_only_residents_train(make: Any, update: str) -> None:
+    compare(partial(make, log_norm=False), {"max_steps": 4}, update=update)
+
+
 def test_value_clipping() -> None:
     compare(zoo.Gpt2, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"})
 
