@@ -522,7 +522,7 @@ def test_pip_and_the_in_place_build_use_the_same_flags() -> None:
 
 @needs_kernel
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_kernel_works_in_a_forked_child_and_leaves_no_threads() -> None:
+def test_kernel_works_in_a_forked_child_and_leaves_no_threads(tmp_path: Path) -> None:
     code = """
 import os, time, torch
 from lightning_megatrain.update.kernel import get_kernel
@@ -543,7 +543,8 @@ if pid == 0:
     os._exit(0 if kernel.sum_of_squares(x, 4) == total else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    # In a folder of its own: beside a source tree without a built kernel, python would import that tree.
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=tmp_path)
 
 
 def test_bench_reports_every_key() -> None:
