@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -10,7 +11,7 @@ from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -19,8 +20,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from lightning_megatrain.checkpoint.files import is_local
+from lightning_megatrain.checkpoint.lazy import LazyTensor
+from lightning_megatrain.checkpoint.loading import materialize_meta
+from lightning_megatrain.checkpoints import CheckpointFormat, Checkpoints, groups_of_tensors
 from lightning_megatrain.fence import Fence, who_looks_between_steps
 from lightning_megatrain.legality import (
     accumulates,
@@ -73,6 +79,12 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         nonfinite: when gradients are clipped by norm and the norm is not finite: ``"raise"``, or ``"skip"`` to leave
             the step out whole and count it in ``skipped_steps``.
         pin_memory: register host memory with CUDA, so that copies run at the link's rate beside the computation.
+        checkpoint_format: what ``Trainer.save_checkpoint`` and ``ModelCheckpoint`` write: ``"ckpt"``, one file that any
+            strategy loads; ``"sharded"``, a folder of ``torch.distributed.checkpoint``, written part by part without a
+            second copy in memory; ``"auto"`` takes folders from 32 GiB of weights and optimizer state on.
+        save_async: write checkpoints beside training. The bytes saved are those of the step they are named after:
+            updates wait for what is still to be read.
+        exclude_frozen_parameters: leave parameters that do not train out of checkpoints, as for adapters.
         accelerator: Lightning's accelerator; normally set through ``Trainer(accelerator=...)``.
         checkpoint_io: Lightning's checkpoint plugin.
         precision_plugin: Lightning's precision plugin; normally set through ``Trainer(precision=...)``.
@@ -100,6 +112,9 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         stochastic_rounding: bool = False,
         nonfinite: Literal["raise", "skip"] = "raise",
         pin_memory: bool = True,
+        checkpoint_format: CheckpointFormat = "auto",
+        save_async: bool = False,
+        exclude_frozen_parameters: bool = False,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -112,6 +127,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         _require_one_of("moments_dtype", moments_dtype, ("float32", "bfloat16"))
         _require_one_of("accumulate_dtype", accumulate_dtype, ("auto", "float32", "bfloat16"))
         _require_one_of("nonfinite", nonfinite, ("raise", "skip"))
+        _require_one_of("checkpoint_format", checkpoint_format, ("auto", "ckpt", "sharded"))
         if threads != "auto" and threads < 1:
             raise ValueError(f"threads={threads} is not a number of threads; set 1 or more, or 'auto'.")
         if host_memory != "auto":
@@ -127,6 +143,9 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self._stochastic_rounding = stochastic_rounding
         self._nonfinite = nonfinite
         self._pin_memory = pin_memory
+        self._checkpoints = Checkpoints(
+            checkpoint_format, exclude_frozen=exclude_frozen_parameters, save_async=save_async
+        )
         self._fence: Fence | None = None
         self._gradients_untouched = False
         self._engine: Engine | None = None
@@ -134,7 +153,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self._store: Store | None = None
         self._buffers: BufferPlacement | None = None
         self._residents_fresh = False
-        self._skipped_steps = 0
+        self._counters: dict[str, int] = {}  # of the last fit
         self.plan: Plan | None = None
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
 
@@ -210,6 +229,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self.precision_plugin.convert_module(module)
         training = trainer.state.fn == TrainerFn.FITTING
         check_model(module)
+        materialize_meta(module, initialize=True)
         if training:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -268,8 +288,10 @@ class MegaTrainStrategy(SingleDeviceStrategy):
                 sum_dtype=sum_dtype,
                 nonfinite=self._nonfinite,
             )
+            self._updater.before_update = self._checkpoints.saver.wait_read
             self._gradients_untouched = gradients_stay_untouched(trainer)
             self._raise_fence(trainer, schedule)
+            self._checkpoints.prepare(trainer)
         precision.clip_by_norm = self._clip_by_norm
         self._engine = Engine(
             module,
@@ -331,7 +353,10 @@ class MegaTrainStrategy(SingleDeviceStrategy):
 
     @override
     def teardown(self) -> None:
-        self._stop()
+        try:
+            self._checkpoints.saver.wait()
+        finally:
+            self._stop()
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
@@ -349,7 +374,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             engine.close()
         if updater is not None:
             updater.close()
-            self._skipped_steps = updater.skipped_steps
+            self._counters = updater.counters()
         del engine, updater  # with their views of the arenas, so that these go group by group
         if store is not None:
             store.release()
@@ -443,6 +468,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     @override
     def on_train_end(self) -> None:
         self._updating().drain()  # an error of the last update must not be lost
+        self._checkpoints.saver.wait()
 
     @override
     def on_validation_start(self) -> None:
@@ -459,23 +485,23 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     # State
 
     @override
+    def process_dataloader(self, dataloader: object) -> object:
+        self._checkpoints.before_loader(self.root_device)
+        return super().process_dataloader(dataloader)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._checkpoints.before_batches(self.root_device)
+
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state with exact masters: fp32, or bf16 for ``bf16-true``."""
-        if self._engine is None or self._store is None:
-            return super().lightning_module_state_dict()
+        """The module's state with exact masters: fp32, or bf16 for ``bf16-true``. They are read when they are used."""
+        if self._engine is None:
+            return self._checkpoints.model_state(self._module(), super().lightning_module_state_dict(), None)
         self._require_whole()
         with self._engine.host_window():
-            state = super().lightning_module_state_dict()
-            if self._store.format is StoreFormat.SPLIT:
-                masters: dict[int, Tensor] = {}
-                homes = {id(p): (g.index, i) for g in self._store.groups for i, p in enumerate(g.parameters)}
-                for name, parameter in self._module().named_parameters(remove_duplicate=False):
-                    if name in state:
-                        key = id(parameter)
-                        if key not in masters:
-                            masters[key] = self._store.master(*homes[key])
-                        state[name] = masters[key]
-        return state
+            return self._checkpoints.model_state(self._module(), super().lightning_module_state_dict(), self._store)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -494,36 +520,73 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         self._require_whole()
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._updater is not None:
+            self._counters = self._updater.counters()
+        self._checkpoints.note(checkpoint, self._module().trainer, self._counters, self.root_device)
+        if self._writes_itself and storage_options is None:
+            self._checkpoints.save(
+                checkpoint, filepath, groups_of=lambda: self._groups_of_tensors(checkpoint), order=self._order()
+            )
+        else:
+            whole = tree_map_only(LazyTensor, LazyTensor.materialize, checkpoint["state_dict"])
+            super().save_checkpoint({**checkpoint, "state_dict": whole}, filepath, storage_options)
+
+    def _groups_of_tensors(self, checkpoint: Mapping[str, Any]) -> dict[int, int]:
+        if self._store is None:  # after a fit nothing changes them
+            return {}
+        return groups_of_tensors(self._store, self._module(), checkpoint["state_dict"], self.optimizers)
+
+    def _order(self) -> dict[int, int]:
+        """Rank of each group by when its next update is due."""
+        if self._store is None:
+            return {}
+        groups = sorted(self._store.groups, key=lambda g: not g.resident)
+        if self.update_schedule == "in_backward":
+            groups = sorted(self._store.groups, key=lambda g: (not g.resident, -g.index))
+        return {group.index: rank for rank, group in enumerate(groups)}
+
+    @property
+    def _writes_itself(self) -> bool:
+        """Whether no plugin of the user's has been put in charge of checkpoint files."""
+        return type(self.checkpoint_io) is TorchCheckpointIO
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        if self._writes_itself and is_local(filepath):
+            self._checkpoints.saver.remove(Path(filepath))
+        else:
+            super().remove_checkpoint(filepath)
 
     @override
     def load_checkpoint(
         self, checkpoint_path: _PATH, weights_only: bool | None = None, **kwargs: Any
     ) -> dict[str, Any]:
+        if self._writes_itself and is_local(checkpoint_path):
+            return self._checkpoints.load(checkpoint_path, weights_only=weights_only)
         # Lightning 2.5 has no weights_only.
         options = kwargs if weights_only is None else {"weights_only": weights_only, **kwargs}
         return super().load_checkpoint(checkpoint_path, **options)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> None:
-        if self._engine is None or self._store is None:
-            super().load_model_state_dict(checkpoint, strict=strict)
+        module, store = self._module(), self._store
+        if self._engine is None or store is None:
+            self._checkpoints.load_model(module, checkpoint, strict=strict)
             return
         with self._engine.host_window():
-            super().load_model_state_dict(checkpoint, strict=strict)
-            names = dict(self._module().named_parameters(remove_duplicate=False))
-            values = {id(names[n]): v for n, v in checkpoint["state_dict"].items() if n in names}
-            for group in self._store.groups:
+            state = self._checkpoints.load_model(module, checkpoint, strict=strict)
+            named = dict(module.named_parameters(remove_duplicate=False))
+            values = {id(p): state[n] for n, p in named.items() if n in checkpoint["state_dict"]}
+            for group in store.groups:
                 for index, parameter in enumerate(group.parameters):
                     if id(parameter) in values:  # the module copied into the wire; the master is wider
-                        self._store.write_master(group.index, index, values[id(parameter)])
+                        store.write_master(group.index, index, values[id(parameter)])
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._updater is None:
-            super().load_optimizer_state_dict(checkpoint)
-        else:
-            self._updater.load_optimizer_states(checkpoint["optimizer_states"])
+        self._updating().load_optimizer_states(self._checkpoints.optimizer_states(checkpoint))
+        if self._checkpoints.is_source(self._module().trainer.ckpt_path):  # and not what a tuner saved and restores
+            self._updating().set_counters(self._checkpoints.resume(checkpoint))
 
     # What people ask
 
@@ -540,7 +603,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     @property
     def skipped_steps(self) -> int:
         """Steps of this fit that were left out because the norm of their gradients was not finite."""
-        return self._skipped_steps if self._updater is None else self._updater.skipped_steps
+        return (self._counters if self._updater is None else self._updater.counters()).get("skipped_steps", 0)
 
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None

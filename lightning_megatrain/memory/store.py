@@ -127,6 +127,13 @@ class Store:
             return join_master(view.view(-1), low).view(view.shape)
         return view.float()
 
+    def halves(self, group: int, index: int) -> tuple[Tensor, Tensor]:
+        """Wire view of one parameter in its shape, and the lower half of its master, ``[numel]`` int16.
+
+        The second is empty unless the format is split.
+        """
+        return self._views[group][index], self._low[group][self._entry_span(group, index)]
+
     def write_master(self, group: int, index: int, value: Tensor) -> None:
         """Set one parameter's master, and its wire with it, from ``value`` of the same shape and any float dtype."""
         view = self._views[group][index]

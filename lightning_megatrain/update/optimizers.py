@@ -113,7 +113,7 @@ class AdamUpdate(GroupUpdate):
         super().__init__(store, optimizer)
         self._moments = moments
         self._threads = threads
-        self._seed = stochastic_seed
+        self.stochastic_seed = stochastic_seed
         # A parameter's draws must not depend on where other groups begin, only on its own place in the model.
         sizes = [group.layout.numel for group in store.groups]
         self._first_element = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -170,8 +170,8 @@ class AdamUpdate(GroupUpdate):
             scalars,
             step,
             scale,
-            stochastic=self._seed is not None,
-            seed=self._seed or 0,
+            stochastic=self.stochastic_seed is not None,
+            seed=self.stochastic_seed or 0,
             offset=self._first_element[group.index] + run.start,
             threads=self._threads,
         )
@@ -242,6 +242,37 @@ def ensure_moments(optimizer: Optimizer, parameter: Parameter, moments: tuple[Te
     return state
 
 
+def check_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Refuse a saved state that does not fit, before anything is changed.
+
+    Raises:
+        ValueError: the groups do not match, or a state tensor has another shape than its parameter's state must have.
+    """
+    sizes = [len(g["params"]) for g in optimizer.param_groups]
+    saved_sizes = [len(g["params"]) for g in saved["param_groups"]]
+    if sizes != saved_sizes:
+        raise ValueError(
+            f"The checkpoint's optimizer has parameter groups of {saved_sizes} parameters where "
+            f"{type(optimizer).__name__} has {sizes}; nothing of it was loaded, so configure the optimizer as in the "
+            "run that saved it."
+        )
+    for key, parameter in _by_id(optimizer, saved).items():
+        for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+            value = saved["state"].get(key, {}).get(name)
+            if isinstance(value, Tensor) and value.shape != parameter.shape:
+                raise ValueError(
+                    f"The checkpoint's {name} has shape {tuple(value.shape)} where the parameter has "
+                    f"{tuple(parameter.shape)}, so it belongs to another model; nothing of it was loaded."
+                )
+
+
+def _by_id(optimizer: Optimizer, saved: dict[str, Any]) -> dict[Any, Parameter]:
+    found: dict[Any, Parameter] = {}
+    for saved_group, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        found.update(zip(saved_group["params"], group["params"], strict=True))
+    return found
+
+
 def load_optimizer_state(
     optimizer: Optimizer,
     saved: dict[str, Any],
@@ -253,24 +284,10 @@ def load_optimizer_state(
 
     Args:
         optimizer: the optimizer to fill.
-        saved: what ``optimizer.state_dict()`` returned, from this or the stock strategy.
+        saved: what ``optimizer.state_dict()`` returned, from this or the stock strategy, and was checked.
         place: given a parameter's saved state, returns the state to keep, sharing no memory with it.
-
-    Raises:
-        ValueError: the saved groups do not match (torch's own message), or a state tensor has another shape than its
-            parameter's state must have.
     """
-    by_id: dict[Any, Parameter] = {}
-    for saved_group, group in zip(saved["param_groups"], optimizer.param_groups, strict=False):
-        by_id.update(zip(saved_group["params"], group["params"], strict=False))
-    for key, state in saved["state"].items():
-        for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
-            value, parameter = state.get(name), by_id.get(key)
-            if isinstance(value, Tensor) and parameter is not None and value.shape != parameter.shape:
-                raise ValueError(
-                    f"The checkpoint's {name} has shape {tuple(value.shape)} where the parameter has "
-                    f"{tuple(parameter.shape)}; it belongs to another model."
-                )
+    by_id = _by_id(optimizer, saved)
     optimizer.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})
     for key, state in saved["state"].items():
         if key in by_id:

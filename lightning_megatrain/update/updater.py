@@ -1,7 +1,8 @@
 """Gradients in, updated weights out: the schedule of one step's host work."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from lightning_megatrain.memory.layout import Group
 from lightning_megatrain.memory.store import Moments, Store, StoreFormat
 from lightning_megatrain.update.gradients import HostGradients, Landing, Use
 from lightning_megatrain.update.optimizers import (
@@ -17,6 +19,7 @@ from lightning_megatrain.update.optimizers import (
     GroupUpdate,
     Settings,
     TorchUpdate,
+    check_optimizer_state,
     ensure_moments,
     is_adam,
     load_optimizer_state,
@@ -81,6 +84,8 @@ class Updater:
         if schedule != "in_backward":
             self.gradients.allocate()
         self._home = {p: (g, i) for g in store.groups for i, p in enumerate(g.parameters)}
+        self.before_update: Callable[[int], None] = lambda group: None
+        """Called on the worker, or before a blocking step, before a group's weights and state change; may wait."""
         self._settings: Settings = {}
         self._updated: set[int] = set()
         self._handed_over: set[int] = set()
@@ -160,7 +165,12 @@ class Updater:
 
     def _use(self, group: int) -> Use:
         settings, update = self._settings, self._updates[0]
-        return lambda flat, present: update.update(self._store.groups[group], settings, flat, present)
+
+        def use(flat: Tensor, present: list[bool]) -> None:
+            self.before_update(group)
+            update.update(self._store.groups[group], settings, flat, present)
+
+        return use
 
     def settle(self) -> None:
         """A backward has run: wait until its gradients are on the host and put them into ``p.grad``.
@@ -234,9 +244,12 @@ class Updater:
             optimizer._opt_called = True  # type: ignore[attr-defined]
             return
         if self.schedule == "blocking" and self._store.format is StoreFormat.FP32:
+            groups = {self._home[p][0].index for p in self._parameters_of(optimizer)}
+            for group in groups:
+                self.before_update(group)
             self._seed_moments(optimizer)
             optimizer.step()
-            for group in {self._home[p][0].index for p in self._parameters_of(optimizer)}:
+            for group in groups:
                 self._store.versions[group] += 1
             return
         Optimizer.profile_hook_step(self._finish if self.schedule == "in_backward" else self._hand_over)(optimizer)
@@ -271,11 +284,12 @@ class Updater:
                 self._handed_over.add(group.index)
                 self._store.versions[group.index] += 1
                 self.worker.submit(
-                    group.index,
-                    lambda group=group, flat=flat, present=present: update.update(  # type: ignore[misc]
-                        group, settings, flat, present, scale
-                    ),
+                    group.index, partial(self._update_later, update, group, settings, flat, present, scale)
                 )
+
+    def _update_later(self, update: GroupUpdate, group: Group, *arguments: Any) -> None:
+        self.before_update(group.index)
+        update.update(group, *arguments)
 
     def _finish(self, optimizer: Optimizer) -> None:
         """With ``in_backward`` every group was updated when its gradients landed; now the step is whole."""
@@ -303,10 +317,34 @@ class Updater:
 
     # State
 
+    def counters(self) -> dict[str, int]:
+        """What a resumed run must know beyond weights and optimizer state."""
+        seeds = {
+            u.stochastic_seed for u in self._updates if isinstance(u, AdamUpdate) and u.stochastic_seed is not None
+        }
+        return {"skipped_steps": self.skipped_steps, **({"stochastic_seed": seeds.pop()} if seeds else {})}
+
+    def set_counters(self, counters: dict[str, Any]) -> None:
+        """Go on from :meth:`counters`."""
+        self.skipped_steps = counters.get("skipped_steps", 0)
+        for update in self._updates:
+            if isinstance(update, AdamUpdate) and update.stochastic_seed is not None:
+                update.stochastic_seed = counters.get("stochastic_seed", update.stochastic_seed)
+
     def load_optimizer_states(self, states: Sequence[dict[str, Any]]) -> None:
-        """Fill the optimizers from what their ``state_dict()`` returned, moments straight into their arenas."""
+        """Fill the optimizers from what their ``state_dict()`` returned, moments straight into their arenas.
+
+        The weights were loaded before, so a torn state is whole again afterwards.
+
+        Raises:
+            ValueError: a state does not fit; then no optimizer was changed.
+        """
+        for optimizer, state in zip(self._optimizers, states, strict=False):
+            check_optimizer_state(optimizer, state)
         for optimizer, state in zip(self._optimizers, states, strict=False):
             load_optimizer_state(optimizer, state, self._place_state)
+        self.worker.forget()
+        self._midway = False
 
     def _place_state(self, optimizer: Optimizer, parameter: Parameter, state: dict[str, Any]) -> dict[str, Any]:
         kept = {k: v.detach() if isinstance(v, Tensor) else v for k, v in state.items()}

@@ -75,6 +75,10 @@ class Worker:
                 "start again from the last checkpoint."
             ) from self.failed
 
+    def forget(self) -> None:
+        """The state that a failure left torn was replaced: go on."""
+        self.failed, self._raised = None, False
+
     def close(self) -> None:
         """Finish what was handed over and end the thread. Never raises."""
         if self._thread is not None:

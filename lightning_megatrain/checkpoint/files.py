@@ -1,0 +1,128 @@
+"""Files and folders that are there whole or not at all, on the local file system."""
+
+import contextlib
+import ctypes
+import errno
+import itertools
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+_SUFFIX = ".partial"
+_counter = itertools.count()
+
+
+def is_local(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is one of the local file system and not a URL."""
+    return "://" not in str(path)
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Write a file or folder beside ``path``, then make it durable and put it in place in one step.
+
+    Whatever is at ``path`` stays until the new content is complete on disk. The name in between begins with a dot and
+    ends in ``.partial``, which nothing takes for a checkpoint; after an error it is removed.
+
+    Yields:
+        Where to write: a path that does not exist yet, in an existing folder.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path.parent)
+    partial = _partial_of(path)
+    try:
+        yield partial
+        _sync_tree(partial)
+        _put_in_place(partial, path)
+        _sync(path.parent)
+    finally:
+        _delete(partial)
+
+
+def remove_whole(path: Path) -> None:
+    """Remove a file or folder so that a half-removed one is never found under its name. Missing is fine."""
+    gone = _partial_of(path)
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(gone)
+        _sync(path.parent)
+        _delete(gone)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what processes of this machine that are gone left half-written in ``folder``."""
+    for entry in folder.glob(f".*{_SUFFIX}"):
+        with contextlib.suppress(ValueError):
+            *_, host, pid, _count = entry.name.removesuffix(_SUFFIX).rsplit("~", 3)
+            if host == platform.node() and not _alive(int(pid)):
+                _delete(entry)
+
+
+def _partial_of(path: Path) -> Path:
+    return path.parent / f".{path.name}~{platform.node()}~{os.getpid()}~{next(_counter)}{_SUFFIX}"
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return True
+
+
+def _put_in_place(new: Path, path: Path) -> None:
+    """Rename ``new`` to ``path``; what was there is under the name ``new`` afterwards, or gone."""
+    old_is_folder = path.is_dir() and not path.is_symlink()
+    if not old_is_folder and not new.is_dir():
+        os.replace(new, path)
+    elif not os.path.lexists(path):
+        new.rename(path)
+    elif not _exchange(new, path):
+        # No file system call swaps them here: for a moment there is nothing at `path`, and both are beside it.
+        old = _partial_of(path)
+        path.rename(old)
+        new.rename(path)
+        _delete(old)
+
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two names in one step; False where the system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(b))
+
+
+def _sync_tree(path: Path) -> None:
+    for folder, _, files in os.walk(path):
+        for name in files:
+            _sync(Path(folder) / name)
+        _sync(Path(folder))
+    if not path.is_dir():
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,104 @@
+"""Putting loaded values into a model: all that fit, or none."""
+
+import contextlib
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+
+def check_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool, source: str) -> None:
+    """Let ``module.load_state_dict`` say what it has to say, before any value is overwritten.
+
+    The module's own loading code runs, hooks included, on parameters and buffers without memory.
+
+    Args:
+        module: the module to be loaded.
+        state: its future state.
+        strict: as for ``load_state_dict``.
+        source: where the state comes from, for the error.
+
+    Raises:
+        RuntimeError: names what is missing, unexpected, or of another shape.
+    """
+    with _without_memory(module), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
+        try:
+            module.load_state_dict(state, strict=strict)
+        except RuntimeError as error:
+            raise RuntimeError(f"{source} belongs to another model, so nothing was loaded. {error}") from error
+
+
+def with_missing(module: nn.Module, state: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
+    """``state``, in which parameters that a checkpoint left out on purpose keep the values they have."""
+    own = dict(module.named_parameters(remove_duplicate=False))
+    kept = {name: own[name].detach() for name in names if name in own and name not in state}
+    return {**state, **kept} if kept else state
+
+
+def materialize_meta(module: nn.Module, *, initialize: bool) -> None:
+    """Give parameters and buffers on the meta device memory on the CPU, module by module.
+
+    Args:
+        module: the whole module.
+        initialize: fill them by their modules' ``reset_parameters``; otherwise their values are yet to be loaded.
+
+    Raises:
+        ValueError: a module with parameters on the meta device cannot initialize them.
+    """
+    empty = {
+        name: child
+        for name, child in module.named_modules()
+        if any(t.is_meta for t in (*child.parameters(recurse=False), *child.buffers(recurse=False)))
+    }
+    for name, child in empty.items():
+        if initialize and not callable(getattr(child, "reset_parameters", None)):
+            raise ValueError(
+                f"Module {name!r} ({type(child).__name__}) is on the meta device and has no reset_parameters() to fill "
+                "its weights; load them with trainer.fit(ckpt_path=...), or fill them in "
+                "LightningModule.configure_model()."
+            )
+    for child in empty.values():
+        tied = {id(p): p for p in child.parameters(recurse=False)}
+        child.to_empty(device="cpu", recurse=False)
+        _follow_ties(module, tied, child)
+        if initialize:
+            child.reset_parameters()
+
+
+def _follow_ties(module: nn.Module, before: dict[int, nn.Parameter], changed: nn.Module) -> None:
+    """``to_empty`` may make new parameters; whoever shared the old ones shares them again."""
+    after = list(changed.parameters(recurse=False))
+    new = {old: p for (old, q), p in zip(before.items(), after, strict=True) if p is not q}
+    for other in module.modules() if new else ():
+        for name, parameter in other._parameters.items():
+            if id(parameter) in new:
+                other._parameters[name] = new[id(parameter)]
+
+
+@contextlib.contextmanager
+def _without_memory(module: nn.Module) -> Iterator[None]:
+    """Inside, every parameter and buffer has its form and no memory."""
+    hollow: dict[int, Any] = {}
+    held: list[tuple[dict[str, Any], str, Tensor]] = []
+    tensors: dict[str, Any]
+    for child in module.modules():
+        for tensors in (child._parameters, child._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or isinstance(tensor, (UninitializedBuffer, UninitializedParameter)):
+                    continue
+                if id(tensor) not in hollow:
+                    empty = torch.empty_like(tensor, device="meta")
+                    hollow[id(tensor)] = (
+                        nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                    )
+                held.append((tensors, name, tensor))
+                tensors[name] = hollow[id(tensor)]
+    try:
+        yield
+    finally:
+        for tensors, name, tensor in held:
+            tensors[name] = tensor

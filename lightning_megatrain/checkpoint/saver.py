@@ -1,0 +1,84 @@
+"""Writing a checkpoint beside training: updates wait for the bytes that are still to be saved."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from lightning_megatrain.checkpoint.files import remove_whole
+
+
+class Saver:
+    """One checkpoint at a time is written on a thread of its own.
+
+    Group by group, training is held back until the group's bytes were read (:meth:`wait_read`), so what is written is
+    the state of the step at which the save began. An error of the thread is raised once, by the next call of
+    :meth:`wait`, :meth:`start` or :meth:`remove`.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._unread: Counter[int] = Counter()
+        self._changed = threading.Condition()
+        self._removals: list[Path] = []
+
+    def hold(self, group: int) -> Callable[[], None]:
+        """Hold ``group`` back, from now until the returned function is called. Once for each tensor of the group."""
+        with self._changed:
+            self._unread[group] += 1
+
+        def let_go() -> None:
+            with self._changed:
+                self._unread[group] -= 1
+                self._changed.notify_all()
+
+        return let_go
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Run ``write`` on the thread; the caller has waited for the one before."""
+        assert self._thread is None
+        self._thread = threading.Thread(target=self._run, args=(write,), name="megatrain-save")
+        self._thread.start()
+
+    def wait_read(self, group: int) -> None:
+        """Block until nothing of ``group`` is still to be read."""
+        if self._unread[group] > 0:
+            with self._changed:
+                self._changed.wait_for(lambda: self._unread[group] <= 0)
+
+    def wait(self) -> None:
+        """Block until no checkpoint is being written.
+
+        Raises:
+            BaseException: what the thread raised, once.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            with self._changed:
+                self._unread.clear()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def remove(self, path: Path) -> None:
+        """Remove an older checkpoint, but not before the newer one that replaces it is complete."""
+        with self._changed:
+            if self._thread is not None and self._thread.is_alive():
+                self._removals.append(path)
+                return
+        remove_whole(path)
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self._error = error
+        with self._changed:
+            self._unread.clear()  # after an error nobody will read what is left
+            self._changed.notify_all()
+            removals, self._removals = self._removals, []
+        if self._error is None:
+            for path in removals:
+                remove_whole(path)

@@ -1,0 +1,303 @@
+"""What the strategy does with checkpoints: which format, what is in them, and when they are written and read."""
+
+import copy
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_megatrain.checkpoint.files import is_local, written_whole
+from lightning_megatrain.checkpoint.lazy import LazyTensor, SplitSource, TensorSource, Watched, kept_in_copies
+from lightning_megatrain.checkpoint.loading import check_state_dict, materialize_meta, with_missing
+from lightning_megatrain.checkpoint.rng import random_state, set_random_state
+from lightning_megatrain.checkpoint.saver import Saver
+from lightning_megatrain.checkpoint.sharded import is_sharded, read_sharded, write_sharded
+from lightning_megatrain.checkpoint.single import FileMappings, read_single, write_single
+from lightning_megatrain.fence import who_looks_between_steps
+from lightning_megatrain.memory.host import format_bytes
+from lightning_megatrain.memory.store import Store, StoreFormat
+
+CheckpointFormat = Literal["auto", "ckpt", "sharded"]
+
+SHARDED_FROM = 32 * 2**30
+"""Bytes of weights and optimizer state from which ``checkpoint_format="auto"`` writes sharded checkpoints."""
+
+KEY = "megatrain"
+"""Where a checkpoint keeps what only this strategy knows."""
+
+
+class Checkpoints:
+    """Writes and reads the strategy's checkpoints.
+
+    Args:
+        checkpoint_format: the format to write; any is read.
+        exclude_frozen: leave parameters out that do not train.
+        save_async: write beside training where that is safe.
+    """
+
+    def __init__(self, checkpoint_format: CheckpointFormat, *, exclude_frozen: bool, save_async: bool) -> None:
+        self._format = checkpoint_format
+        self._exclude_frozen = exclude_frozen
+        self._save_async = save_async
+        self._beside = False
+        self._said = False
+        self._source, self._path = "The checkpoint", ""
+        self._random: dict[str, Any] | None = None
+        self.saver = Saver()
+
+    def prepare(self, trainer: Trainer) -> None:
+        """A fit begins: find out whether checkpoints may be written beside it."""
+        self._beside = self._save_async
+        if not self._save_async:
+            return
+        obstacle = who_looks_between_steps(trainer)
+        if obstacle is not None:
+            obstacle = f"{obstacle} may change weights"
+        if any(isinstance(c, ModelCheckpoint) and c.save_last == "link" for c in trainer.callbacks):
+            obstacle = "ModelCheckpoint(save_last='link') links to a checkpoint as soon as it is begun"
+        if obstacle is not None:
+            self._beside = False
+            rank_zero_info(f"megatrain: checkpoints are written before training goes on, because {obstacle}")
+
+    # Contents
+
+    def model_state(self, module: nn.Module, state: dict[str, Any], store: Store | None) -> dict[str, Any]:
+        """The state of a module in which every master is exact, and without what is to be left out."""
+        named = dict(module.named_parameters(remove_duplicate=False))
+        if store is not None and store.format is StoreFormat.SPLIT:
+            homes = {id(p): (g.index, i) for g in store.groups for i, p in enumerate(g.parameters)}
+            masters: dict[int, Tensor] = {}  # tied names share one tensor
+            for name in state.keys() & named.keys():
+                key = id(named[name])
+                if key not in masters:
+                    masters[key] = LazyTensor(SplitSource(*store.halves(*homes[key])))
+                state[name] = masters[key]
+        if self._exclude_frozen:
+            for name, parameter in named.items():
+                if not parameter.requires_grad:
+                    state.pop(name, None)
+        return state
+
+    def note(self, checkpoint: dict[str, Any], trainer: Trainer, own: dict[str, Any], device: torch.device) -> None:
+        """Add what a resumed run needs beyond Lightning's own state."""
+        module = trainer.lightning_module
+        noted: dict[str, Any] = {}
+        if self._exclude_frozen:
+            noted["excluded"] = sorted(
+                n for n, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad
+            )
+        if "optimizer_states" in checkpoint:
+            progress = trainer.fit_loop.epoch_loop.batch_progress
+            noted |= {
+                **own,
+                "random_state": random_state(device),
+                "mid_epoch": progress.current.ready > 0 and not progress.is_last_batch,
+            }
+        checkpoint[KEY] = noted
+
+    # Saving
+
+    def save(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        *,
+        groups_of: Callable[[], dict[int, int]],
+        order: Mapping[int, int],
+    ) -> None:
+        """Write a checkpoint, beside training where that was found safe.
+
+        Args:
+            checkpoint: what Lightning made of the trainer's state.
+            path: where to.
+            groups_of: gives, by ``id``, the group whose update changes a tensor of the checkpoint.
+            order: rank of each group: those with lower ones are wanted back first.
+
+        Raises:
+            ValueError: a sharded checkpoint was asked for on a file system that is not local.
+            BaseException: an error of the save before this one.
+        """
+        self.saver.wait()
+        sharded = self._is_sharded(checkpoint)
+        if not is_local(path):
+            if sharded and self._format == "sharded":
+                raise ValueError(
+                    f"Sharded checkpoints are written to the local file system, and {os.fspath(path)} is not on it; "
+                    "set MegaTrainStrategy(checkpoint_format='ckpt') or a local ModelCheckpoint(dirpath=...)."
+                )
+            with get_filesystem(path).open(path, "wb") as file:
+                write_single(checkpoint, file)
+            return
+        target = Path(path).absolute()
+        ranks: dict[int, int] = {}
+        if not self._beside:
+            _write(checkpoint, target, sharded=sharded, ranks=ranks)
+            return
+        snapshot = self._snapshot(checkpoint, groups_of(), order, ranks, once=not sharded)
+        self.saver.start(partial(_write, snapshot, target, sharded=sharded, ranks=ranks))
+
+    def _is_sharded(self, checkpoint: dict[str, Any]) -> bool:
+        if self._format != "auto":
+            return self._format == "sharded"
+        size = sum(t.numel() * t.element_size() for t in _tensors(checkpoint))
+        if size >= SHARDED_FROM and not self._said:
+            self._said = True
+            rank_zero_info(
+                f"megatrain: checkpoints of {format_bytes(size)} are written as folders (sharded); "
+                "`megatrain export` makes single files of them"
+            )
+        return size >= SHARDED_FROM
+
+    def _snapshot(
+        self,
+        checkpoint: dict[str, Any],
+        groups: dict[int, int],
+        order: Mapping[int, int],
+        ranks: dict[int, int],
+        *,
+        once: bool,
+    ) -> dict[str, Any]:
+        """The checkpoint as it is now: small things copied, and the groups of the others held until they are read.
+
+        Args:
+            checkpoint: the checkpoint.
+            groups: the group of each tensor, by ``id``.
+            order: rank of each group.
+            ranks: filled with the rank of each watched tensor, by ``id``.
+            once: a tensor under two names is read once.
+        """
+        watched: dict[int, LazyTensor] = {}
+
+        def watch(tensor: Any) -> Any:
+            group = groups.get(id(tensor)) if isinstance(tensor, Tensor) and tensor.dim() else None
+            if group is None:
+                return tensor
+            if not (once and id(tensor) in watched):
+                source = tensor.source if isinstance(tensor, LazyTensor) else TensorSource(tensor)
+                watched[id(tensor)] = LazyTensor(Watched(source, self.saver.hold(group)))
+                ranks[id(watched[id(tensor)])] = order[group]
+            return watched[id(tensor)]
+
+        state = copy.copy(checkpoint["state_dict"])
+        for name, value in state.items():
+            state[name] = watch(value)
+        snapshot = {**checkpoint, "state_dict": state}
+        if "optimizer_states" in checkpoint:
+            snapshot["optimizer_states"] = [
+                {**o, "state": {k: {n: watch(v) for n, v in s.items()} for k, s in o["state"].items()}}
+                for o in checkpoint["optimizer_states"]
+            ]
+        with kept_in_copies():
+            return copy.deepcopy(snapshot)
+
+    # Loading
+
+    def load(self, path: str | os.PathLike[str], *, weights_only: bool | None) -> dict[str, Any]:
+        """Read a checkpoint of either format; large tensors take memory when they are used.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is not whole, or not a checkpoint.
+        """
+        self.saver.wait()
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"Checkpoint {os.fspath(path)} does not exist.")
+        self._source, self._path = f"Checkpoint {os.fspath(path)}", os.fspath(path)
+        if is_sharded(path):
+            return read_sharded(Path(path), weights_only=weights_only)
+        return read_single(path, weights_only=weights_only)
+
+    def load_model(self, module: LightningModule, checkpoint: Mapping[str, Any], *, strict: bool) -> Mapping[str, Any]:
+        """Load a module's state whole or not at all.
+
+        Returns:
+            The state that was loaded, by name.
+
+        Raises:
+            ValueError: the checkpoint has no ``state_dict``.
+            RuntimeError: it belongs to another model.
+        """
+        if "state_dict" not in checkpoint:
+            raise ValueError(f"{self._source} has no 'state_dict', so it is not a Lightning checkpoint.")
+        mappings = FileMappings()
+        state = with_missing(module, checkpoint["state_dict"], checkpoint.get(KEY, {}).get("excluded", ()))
+        check_state_dict(module, state, strict=strict, source=self._source)
+        materialize_meta(module, initialize=False)
+        values = OrderedDict((k, mappings.parts_of(v) if isinstance(v, Tensor) else v) for k, v in state.items())
+        if hasattr(state, "_metadata"):
+            values._metadata = state._metadata  # type: ignore[attr-defined]
+        module.load_state_dict(values, strict=strict)
+        return values
+
+    def optimizer_states(self, checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The saved states of the optimizers, with tensors whose pages are given back as they are read."""
+        mappings = FileMappings()
+
+        def mapped(values: dict[str, Any]) -> dict[str, Any]:
+            return {k: mappings.parts_of(v) if isinstance(v, Tensor) else v for k, v in values.items()}
+
+        return [{**o, "state": {k: mapped(s) for k, s in o["state"].items()}} for o in checkpoint["optimizer_states"]]
+
+    def is_source(self, path: str | os.PathLike[str] | None) -> bool:
+        """Whether the checkpoint loaded last is the one at ``path``."""
+        return path is not None and os.fspath(path) == self._path
+
+    def resume(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """A run resumes from ``checkpoint``: its random numbers will go on when training begins.
+
+        Returns:
+            What :meth:`note` was given.
+        """
+        noted: dict[str, Any] = checkpoint.get(KEY, {})
+        self._random = noted if "random_state" in noted else None
+        return noted
+
+    def before_loader(self, device: torch.device) -> None:
+        """A data loader is about to be used: between epochs, its order is the first thing drawn after the save."""
+        if self._random is not None and not self._random["mid_epoch"]:
+            set_random_state(self._random["random_state"], device)
+
+    def before_batches(self, device: torch.device) -> None:
+        """Training begins: in the middle of an epoch, a batch is the first thing after the save."""
+        if self._random is not None and self._random["mid_epoch"]:
+            set_random_state(self._random["random_state"], device)
+        self._random = None
+
+
+def groups_of_tensors(
+    store: Store, module: nn.Module, state: Mapping[str, Any], optimizers: Iterable[Optimizer]
+) -> dict[int, int]:
+    """By ``id``: the group whose update changes a tensor of a model's state or an optimizer's."""
+    homes = {id(p): g.index for g in store.groups for p in g.parameters}
+    named = dict(module.named_parameters(remove_duplicate=False))
+    found = {id(value): homes[id(named[name])] for name, value in state.items() if name in named}
+    for optimizer in optimizers:
+        for parameter, values in optimizer.state.items():
+            if id(parameter) in homes:
+                found.update((id(v), homes[id(parameter)]) for v in values.values() if isinstance(v, Tensor))
+    return found
+
+
+def _write(checkpoint: dict[str, Any], target: Path, *, sharded: bool, ranks: Mapping[int, int]) -> None:
+    with written_whole(target) as partial_path:
+        if sharded:
+            write_sharded(checkpoint, partial_path, order=lambda tensor: ranks.get(id(tensor), -1))
+        else:
+            write_single(checkpoint, partial_path)
+
+
+def _tensors(checkpoint: Mapping[str, Any]) -> Iterable[Tensor]:
+    yield from (v for v in checkpoint.get("state_dict", {}).values() if isinstance(v, Tensor))
+    for optimizer in checkpoint.get("optimizer_states", ()):
+        for values in optimizer["state"].values():
+            yield from (v for v in values.values() if isinstance(v, Tensor))
