@@ -15,7 +15,8 @@ from lightning.pytorch.callbacks import (
     ThroughputMonitor,
     Timer,
 )
-from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_megatrain.hooks import overrides
 
 _BETWEEN_STEPS = ("on_train_batch_end", "on_train_batch_start", "on_before_zero_grad")
 
@@ -70,7 +71,7 @@ def who_looks_between_steps(trainer: Trainer) -> str | None:
     A callback that does not can say so with a class attribute ``reads_weights = False``.
     """
     for hook in _BETWEEN_STEPS:
-        if is_overridden(hook, trainer.lightning_module, parent=LightningModule):
+        if overrides(trainer.lightning_module, hook):
             return f"the module's {hook}"
     for callback in trainer.callbacks:
         own = type(callback).__module__.split(".")[0] == __package__
@@ -79,6 +80,6 @@ def who_looks_between_steps(trainer: Trainer) -> str | None:
         if type(callback).__module__.startswith("lightning.") and isinstance(callback, _READ_NO_WEIGHTS):
             continue
         for hook in _BETWEEN_STEPS:
-            if is_overridden(hook, callback, parent=Callback):
+            if overrides(callback, hook):
                 return f"{type(callback).__name__}.{hook}"
     return None

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_megatrain.hooks import overrides
 from lightning_megatrain.memory.layout import Group
 from lightning_megatrain.memory.store import StoreFormat
 from lightning_megatrain.update.optimizers import is_per_parameter
@@ -111,7 +111,7 @@ def _owns_its_step(trainer: Trainer, optimizers: Sequence[Optimizer]) -> str | N
         return "the optimizer holds a parameter that is not part of the module"
     if optimizers[0]._optimizer_step_pre_hooks or optimizers[0]._optimizer_step_post_hooks:
         return "the optimizer has step hooks"
-    if is_overridden("optimizer_step", module, parent=LightningModule):
+    if overrides(module, "optimizer_step"):
         return "the module overrides optimizer_step"
     return None
 
@@ -124,11 +124,11 @@ def _needs_all_gradients(trainer: Trainer) -> str | None:
     if trainer.gradient_clip_val:
         return "gradients are clipped"
     for hook in (*_GRADIENT_HOOKS, "configure_gradient_clipping", "optimizer_zero_grad", "backward"):
-        if is_overridden(hook, module, parent=LightningModule):
+        if overrides(module, hook):
             return f"the module overrides {hook}"
     for callback in trainer.callbacks:
         for hook in _GRADIENT_HOOKS:
-            if is_overridden(hook, callback, parent=Callback):
+            if overrides(callback, hook):
                 return f"{type(callback).__name__} overrides {hook}"
     return None
 
@@ -145,10 +145,7 @@ def gradients_stay_untouched(trainer: Trainer) -> bool:
     module = trainer.lightning_module
     hooks = (*_GRADIENT_HOOKS, "on_before_zero_grad")
     return not (
-        any(
-            is_overridden(h, module, parent=LightningModule)
-            for h in (*hooks, "configure_gradient_clipping", "backward")
-        )
-        or any(is_overridden(h, c, parent=Callback) for c in trainer.callbacks for h in hooks)
+        any(overrides(module, h) for h in (*hooks, "configure_gradient_clipping", "backward"))
+        or any(overrides(c, h) for c in trainer.callbacks for h in hooks)
         or not module.automatic_optimization
     )

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
@@ -29,25 +28,15 @@ from lightning_megatrain.checkpoint.loading import materialize_meta
 from lightning_megatrain.checkpoints import CheckpointFormat, Checkpoints, groups_of_tensors
 from lightning_megatrain.fence import Fence, who_looks_between_steps
 from lightning_megatrain.legality import (
-    accumulates,
     check_model,
-    check_optimizers,
-    choose_schedule,
     gradients_stay_untouched,
 )
-from lightning_megatrain.memory.host import available_host_bytes, parse_bytes
-from lightning_megatrain.memory.plan import Plan, make_plan
-from lightning_megatrain.memory.store import Store, StoreFormat
-from lightning_megatrain.placement import BufferPlacement
+from lightning_megatrain.memory.host import parse_bytes
+from lightning_megatrain.memory.plan import Plan
+from lightning_megatrain.memory.store import Store
 from lightning_megatrain.precision import MegaTrainPrecision, translate
-from lightning_megatrain.stream.discovery import UnitSelector, find_units, make_groups
+from lightning_megatrain.session import Session, Settings
 from lightning_megatrain.stream.engine import Engine
-from lightning_megatrain.stream.gradients import GRADIENT_BUFFERS
-from lightning_megatrain.stream.streams import Streams
-from lightning_megatrain.update.gradients import SLABS
-from lightning_megatrain.update.kernel import describe as describe_kernel
-from lightning_megatrain.update.optimizers import moment_bytes
-from lightning_megatrain.update.threads import plan_threads
 from lightning_megatrain.update.updater import Schedule, Updater
 
 
@@ -132,29 +121,28 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             raise ValueError(f"threads={threads} is not a number of threads; set 1 or more, or 'auto'.")
         if host_memory != "auto":
             parse_bytes(host_memory)
-        self._units_selector: UnitSelector = units
-        self._prefetch = prefetch
-        self._microbatch = microbatch
-        self._update = update
-        self._host_memory = host_memory
-        self._threads = threads
-        self._moments_dtype = torch.bfloat16 if moments_dtype == "bfloat16" else torch.float32
-        self._accumulate_dtype = accumulate_dtype
-        self._stochastic_rounding = stochastic_rounding
-        self._nonfinite = nonfinite
-        self._pin_memory = pin_memory
+        self._settings = Settings(
+            units=units,
+            prefetch=prefetch,
+            microbatch=microbatch,
+            update=update,
+            host_memory=host_memory,
+            threads=threads,
+            moments_dtype=torch.bfloat16 if moments_dtype == "bfloat16" else torch.float32,
+            accumulate_dtype=accumulate_dtype,
+            stochastic_rounding=stochastic_rounding,
+            nonfinite=nonfinite,
+            pin_memory=pin_memory,
+        )
         self._checkpoints = Checkpoints(
             checkpoint_format, exclude_frozen=exclude_frozen_parameters, save_async=save_async
         )
         self._fence: Fence | None = None
         self._gradients_untouched = False
-        self._engine: Engine | None = None
-        self._updater: Updater | None = None
-        self._store: Store | None = None
-        self._buffers: BufferPlacement | None = None
+        self._session: Session | None = None
+        self._plan: Plan | None = None
         self._residents_fresh = False
         self._counters: dict[str, int] = {}  # of the last fit
-        self.plan: Plan | None = None
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
 
     # What the trainer tells the strategy
@@ -233,105 +221,22 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         if training:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self._start(trainer, module, training)
-
-    def _start(self, trainer: Trainer, module: LightningModule, training: bool) -> None:
-        precision = self.precision_plugin
-        store_format = precision.store_format
-        pin = self._pin_memory and self.root_device.type == "cuda"
-        units = find_units(module, self._units_selector)
-        groups = make_groups(module, units)
-        schedule: Schedule = "blocking"
-        if training:
-            check_optimizers(self.optimizers, store_format, groups)
-            self._check_formats(store_format)
-            on_cpu = self.root_device.type == "cpu"
-            schedule, why = choose_schedule(self._update, trainer, self.optimizers, on_cpu=on_cpu)
-            rank_zero_info(f"megatrain: {len(units)} units, update {schedule!r} ({why})")
-        held = sum(p.numel() * p.element_size() for p in module.parameters())
-        # What the parameters take now will be taken over.
-        free = available_host_bytes() + held if self._host_memory == "auto" else parse_bytes(self._host_memory)
-
-        def plan_with(sum_dtype: torch.dtype | None) -> Plan:
-            return make_plan(
-                groups,
-                store_format,
-                training=training,
-                moment_bytes=moment_bytes(self.optimizers, self._moments_dtype) if training else 0,
-                gradients_coexist=schedule != "in_backward",
-                gradient_bytes=None if sum_dtype is None else sum_dtype.itemsize,
-                slots=min(self._prefetch + 1, len(units)),
-                gradient_buffers=GRADIENT_BUFFERS,
-                slabs=SLABS,
-            )
-
-        sum_dtype = self._sum_dtype(trainer, store_format, schedule) if training else None
-        if sum_dtype is not None and self._accumulate_dtype == "auto" and plan_with(sum_dtype).host_bytes > free:
-            sum_dtype = None
-        self.plan = plan_with(sum_dtype)
-        self.plan.require_host(free, _smaller(store_format))
-        self._store = store = Store(groups, store_format, pin=pin)
-        store.adopt()
-        if training:
-            inline = self.root_device.type == "cpu" and not self.update_thread_on_cpu
-            threads = plan_threads(self._threads)
-            rank_zero_info(f"megatrain: {threads.describe()}, {describe_kernel()}")
-            self._updater = Updater(
-                store,
-                self.optimizers,
-                schedule,
-                pin=pin,
-                inline=inline,
-                threads=threads,
-                moments_dtype=self._moments_dtype,
-                stochastic_seed=torch.initial_seed() & 0xFFFFFFFF if self._stochastic_rounding else None,
-                sum_dtype=sum_dtype,
-                nonfinite=self._nonfinite,
-            )
-            self._updater.before_update = self._checkpoints.saver.wait_read
-            self._gradients_untouched = gradients_stay_untouched(trainer)
-            self._raise_fence(trainer, schedule)
-            self._checkpoints.prepare(trainer)
-        precision.clip_by_norm = self._clip_by_norm
-        self._engine = Engine(
+        self._session = session = Session(
+            trainer,
             module,
-            list(units.values()),
-            groups,
-            store,
-            Streams.on(self.root_device),
-            prefetch=self._prefetch,
-            microbatch=self._microbatch,
-            sink=self._updater,
-            compute_context=precision.unit_context,
+            self.optimizers if training else None,
+            self._settings,
+            self.precision_plugin,
+            self.root_device,
+            update_thread=self.update_thread_on_cpu,
         )
-        float_dtype = torch.bfloat16 if store_format is StoreFormat.BF16 else None
-        self._buffers = BufferPlacement(module, self.root_device, float_dtype)
-        self._say_device(self.root_device)
-
-    def _check_formats(self, store_format: StoreFormat) -> None:
-        if self._stochastic_rounding and store_format is not StoreFormat.BF16:
-            raise MisconfigurationException(
-                "stochastic_rounding is for weights kept in bf16, and this precision keeps an exact fp32 master; "
-                "set precision='bf16-true' or stochastic_rounding=False."
-            )
-        if self._moments_dtype != torch.float32 and store_format is StoreFormat.FP32:
-            raise MisconfigurationException(
-                "moments_dtype='bfloat16' is not possible with precision='32-true', which gives the stock strategy's "
-                "bits; set precision='bf16-mixed' or moments_dtype='float32'."
-            )
-
-    def _sum_dtype(self, trainer: Trainer, store_format: StoreFormat, schedule: Schedule) -> torch.dtype | None:
-        """fp32 for sums of bf16 gradients over batches, where it was asked for or may be; None for the wire's dtype."""
-        if store_format is StoreFormat.FP32 or schedule == "in_backward" or not accumulates(trainer):
-            return None
-        # Without `grad_dtype` torch refuses an fp32 gradient on a bf16 parameter, and hooks must see true gradients.
-        able = hasattr(torch.Tensor, "grad_dtype")
-        if self._accumulate_dtype == "float32" and not able:
-            raise MisconfigurationException(
-                f"accumulate_dtype='float32' needs Tensor.grad_dtype, which torch {torch.__version__} does not have; "
-                "set accumulate_dtype='bfloat16', or use a newer torch."
-            )
-        return torch.float32 if able and self._accumulate_dtype != "bfloat16" else None
+        self._plan = session.plan
+        self.precision_plugin.clip_by_norm = self._clip_by_norm
+        if session.updater is not None:
+            session.updater.before_update = self._checkpoints.saver.wait_read
+            self._gradients_untouched = gradients_stay_untouched(trainer)
+            self._raise_fence(trainer, session.schedule)
+            self._checkpoints.prepare(trainer)
 
     def _raise_fence(self, trainer: Trainer, schedule: Schedule) -> None:
         if schedule != "next_forward":
@@ -344,12 +249,6 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             )
         self._fence = Fence(self._updating().drain, every_batch=looks is not None)
         trainer.callbacks.insert(0, self._fence)
-
-    def _say_device(self, device: torch.device) -> None:
-        """``LightningModule.device`` is where batches go and tensors are made."""
-        for module in self._module().modules():
-            if isinstance(module, _DeviceDtypeModuleMixin):
-                module._device = device
 
     @override
     def teardown(self) -> None:
@@ -364,23 +263,16 @@ class MegaTrainStrategy(SingleDeviceStrategy):
 
     def _stop(self) -> None:
         """Make the module ordinary again. Does nothing before :meth:`setup`, or twice."""
-        engine, updater, store, buffers = self._engine, self._updater, self._store, self._buffers
-        self._engine = self._updater = self._store = self._buffers = None
+        session, self._session = self._session, None
         if self._fence is not None and self._module()._trainer is not None:
             with suppress(ValueError):  # a loop may have put other callbacks in place
                 self._module().trainer.callbacks.remove(self._fence)
         self._fence = None
-        if engine is not None:
-            engine.close()
-        if updater is not None:
-            updater.close()
-            self._counters = updater.counters()
-        del engine, updater  # with their views of the arenas, so that these go group by group
-        if store is not None:
-            store.release()
-        if buffers is not None:
-            buffers.restore()
-            self._say_device(torch.device("cpu"))
+        if session is not None:
+            self._plan = session.plan
+            if session.updater is not None:
+                self._counters = session.updater.counters()
+            session.close()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -393,6 +285,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self._session is not None, "the strategy was not set up"
+        self._session.follow_unfreezing(self._checkpoints.saver.wait)
         engine = self._running()
         engine.begin_step()
         output = super().training_step(*args, **kwargs)
@@ -591,6 +485,11 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     # What people ask
 
     @property
+    def plan(self) -> Plan | None:
+        """Bytes of the run under way, or of the last one."""
+        return self._plan if self._session is None else self._session.plan
+
+    @property
     def host_bytes_per_parameter(self) -> float | None:
         """Persistent host bytes per parameter: weights, moments and gradients, without the fixed ring of slabs."""
         return None if self.plan is None else self.plan.host_bytes_per_parameter
@@ -608,6 +507,18 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
+
+    @property
+    def _engine(self) -> Engine | None:
+        return None if self._session is None else self._session.engine
+
+    @property
+    def _updater(self) -> Updater | None:
+        return None if self._session is None else self._session.updater
+
+    @property
+    def _store(self) -> Store | None:
+        return None if self._session is None else self._session.store
 
     def _running(self) -> Engine:
         assert self._engine is not None, "the strategy was not set up"
@@ -629,9 +540,3 @@ class MegaTrainStrategy(SingleDeviceStrategy):
 def _require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is unknown; set one of {', '.join(map(repr, allowed))}.")
-
-
-def _smaller(store_format: StoreFormat) -> str:
-    if store_format is StoreFormat.BF16:
-        return "use a smaller model, or raise host_memory if more is free than was found"
-    return "set precision='bf16-true', use a smaller model, or raise host_memory if more is free than was found"

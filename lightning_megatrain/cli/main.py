@@ -9,6 +9,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": "train a language model; without overrides a small one on Python's standard library",
     "bench": "measure this machine: `bench host` its memory and the host update",
+    "export": "convert a checkpoint: to one file, to a sharded folder, or its weights to safetensors",
 }
 
 USAGE = "\n".join(

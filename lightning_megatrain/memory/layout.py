@@ -6,7 +6,7 @@ unpacking cannot disagree and a missing gradient leaves a hole at its own place 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -83,17 +83,33 @@ class GroupLayout:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Parameters that move together, and their layout. ``parameters[i]`` belongs to ``layout.entries[i]``."""
+    """Parameters that move together, and their layout. ``parameters[i]`` belongs to ``layout.entries[i]``.
+
+    ``named`` holds them by qualified name in the order of the module.
+    """
 
     index: int
     name: str
     parameters: tuple[Parameter, ...]
     layout: GroupLayout
     resident: bool
+    named: dict[str, Parameter]
 
     @classmethod
     def of(cls, index: int, name: str, named: Iterable[tuple[str, Parameter]], *, resident: bool) -> "Group":
         """Build a group from ``(qualified name, parameter)`` pairs."""
         by_name = dict(named)
         layout = GroupLayout.of((n, p.shape, p.requires_grad) for n, p in by_name.items())
-        return cls(index, name, tuple(by_name[e.name] for e in layout.entries), layout, resident)
+        return cls(index, name, tuple(by_name[e.name] for e in layout.entries), layout, resident, by_name)
+
+    @property
+    def has_thawed(self) -> bool:
+        """Whether a parameter requires a gradient that the layout has no room for."""
+        return any(p.requires_grad for p in self.parameters[self.layout.trainable_count :])
+
+    def relaid(self) -> "Group":
+        """The same group, laid out for what requires a gradient now or did when it was laid out."""
+        trained = {id(p) for p in self.parameters[: self.layout.trainable_count]}
+        layout = GroupLayout.of((n, p.shape, p.requires_grad or id(p) in trained) for n, p in self.named.items())
+        parameters = tuple(self.named[e.name] for e in layout.entries)
+        return replace(self, parameters=parameters, layout=layout)

@@ -14,6 +14,10 @@ Rounding could turn a NaN into an infinity or a zero, which would hide it from t
 is stored as ``high = (bits >> 16) | 0x0040, low = 0``: its payload changes, that it is a NaN does not. Every
 other pattern, infinities and subnormals included, is restored exactly.
 
+Code that writes to ``high`` alone (a callback that sets weights) leaves a stale ``low``: the value is then within half
+a unit in the last place of bf16. Zero is the exception that could turn into a NaN, so a negative remainder under it,
+which no split produces, is read as none.
+
 All tensors here are flat, contiguous and on the CPU. The work is done in chunks, so the temporaries stay near
 ``CHUNK`` elements however long the tensors are.
 """
@@ -90,8 +94,10 @@ def join_master(high: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
     for start in range(0, out.numel(), CHUNK):
         part = slice(start, start + CHUNK)
         halves = out[part].view(torch.int16).view(-1, 2)
-        halves[:, _LOW].copy_(low[part])
-        torch.add(high[part].view(torch.int16), low[part] >> 15, out=halves[:, _HIGH])
+        rest = low[part]
+        rest = torch.where((high[part] == 0) & (rest < 0), 0, rest)
+        halves[:, _LOW].copy_(rest)
+        torch.add(high[part].view(torch.int16), rest >> 15, out=halves[:, _HIGH])
     return out
 
 

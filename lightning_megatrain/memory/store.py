@@ -35,6 +35,27 @@ class StoreFormat(Enum):
         return 2 if self is StoreFormat.BF16 else 4
 
 
+class _Home:
+    """Memory of one group: its wire, and the lower halves if the format is split."""
+
+    def __init__(self, group: Group, store_format: StoreFormat, *, pin: bool) -> None:
+        layout, dtype = group.layout, store_format.wire_dtype
+        self._arenas = (
+            Arena(layout.numel * dtype.itemsize, pin=pin),
+            Arena(layout.numel * 2 if store_format is StoreFormat.SPLIT else 0),
+        )
+        wire, low = self._arenas
+        self.nbytes = wire.nbytes + low.nbytes
+        self.wire = wire.view(dtype, layout.numel)
+        self.low = low.view(torch.int16, low.nbytes // 2)
+        # Each view has a storage of its own size, so that pickling one parameter does not write the whole arena.
+        self.views = [wire.view(dtype, e.numel, e.offset * dtype.itemsize).view(e.shape) for e in layout.entries]
+
+    def close(self) -> None:
+        for arena in self._arenas:
+            arena.close()
+
+
 class Store:
     """Arenas that hold the weights of ``groups``.
 
@@ -52,16 +73,12 @@ class Store:
         self.format = store_format
         self.versions = [0] * len(self.groups)
         self._pin = pin
-        self._wire_arenas: list[Arena] = []
-        self._low_arenas: list[Arena] = []
-        self._wire: list[Tensor] = []
-        self._low: list[Tensor] = []
-        self._views: list[list[Tensor]] = []
+        self._homes: list[_Home] = []
 
     @property
     def nbytes(self) -> int:
         """Host bytes held now."""
-        return sum(arena.nbytes for arena in (*self._wire_arenas, *self._low_arenas))
+        return sum(home.nbytes for home in self._homes)
 
     def adopt(self) -> None:
         """Move every parameter's value into the store. The parameter keeps its identity, shape and flags.
@@ -81,64 +98,89 @@ class Store:
             raise
 
     def _adopt_group(self, group: Group) -> None:
-        layout, dtype = group.layout, self.format.wire_dtype
-        wire_arena = Arena(layout.numel * dtype.itemsize, pin=self._pin)
-        low_arena = Arena(layout.numel * 2 if self.format is StoreFormat.SPLIT else 0)
-        self._wire_arenas.append(wire_arena)
-        self._low_arenas.append(low_arena)
-        self._wire.append(wire_arena.view(dtype, layout.numel))
-        self._low.append(low_arena.view(torch.int16, low_arena.nbytes // 2))
-        # Each view has a storage of its own size, so that pickling one parameter does not write the whole arena.
-        self._views.append(
-            [wire_arena.view(dtype, e.numel, e.offset * dtype.itemsize).view(e.shape) for e in layout.entries]
-        )
+        self._homes.append(_Home(group, self.format, pin=self._pin))
         try:
             for index, parameter in enumerate(group.parameters):
                 self.write_master(group.index, index, parameter.data)
         except BaseException:
-            self._drop_last()
+            self._homes.pop().close()
             raise
-        for index, parameter in enumerate(group.parameters):
-            parameter.data = self._views[group.index][index]
+        self._show(group)
 
-    def _drop_last(self) -> None:
-        for arenas in (self._wire_arenas, self._low_arenas):
-            arenas.pop().close()
-        for tensors in (self._wire, self._low, self._views):
-            tensors.pop()
+    def _show(self, group: Group) -> None:
+        """Make the parameters' data the host's wire."""
+        for parameter, view in zip(group.parameters, self.host_views(group.index), strict=True):
+            parameter.data = view
+
+    def relay(self, group: Group) -> None:
+        """Keep a group in another layout, bit for bit; the parameters' data are at rest.
+
+        Args:
+            group: the group of that index with the same parameters in another order.
+        """
+        before, old = self.groups[group.index], self._homes[group.index]
+        new = _Home(group, self.format, pin=self._pin)
+        place = {id(p): i for i, p in enumerate(before.parameters)}
+        for index, parameter in enumerate(group.parameters):
+            source, target = before.layout.span(place[id(parameter)]), group.layout.span(index)
+            new.wire[target] = old.wire[source]
+            if self.format is StoreFormat.SPLIT:
+                new.low[target] = old.low[source]
+        self.groups = (*self.groups[: group.index], group, *self.groups[group.index + 1 :])
+        self._homes[group.index] = new
+        self.versions[group.index] += 1
+        self._show(group)
+        old.close()
+
+    def take_assigned(self) -> None:
+        """Take over values that somebody gave parameters by assigning to ``parameter.data``, which is at rest.
+
+        Raises:
+            ValueError: a value has another shape.
+        """
+        for group in self.groups:
+            for index, (parameter, view) in enumerate(zip(group.parameters, self.host_views(group.index), strict=True)):
+                if parameter.data_ptr() != view.data_ptr():
+                    if parameter.shape != view.shape:
+                        raise ValueError(
+                            f"Parameter {group.layout.entries[index].name!r} was given data of shape "
+                            f"{tuple(parameter.shape)} instead of {tuple(view.shape)} during training; give it the "
+                            "same shape, or replace it before fit()."
+                        )
+                    self.write_master(group.index, index, parameter.data)
+                    parameter.data = view
 
     def wire(self, group: int) -> Tensor:
         """Flat wire bytes of a group, ``[layout.numel]`` in the wire dtype."""
-        return self._wire[group]
+        return self._homes[group].wire
 
     def low(self, group: int) -> Tensor:
         """Flat lower halves of a group's masters, ``[layout.numel]`` int16; empty unless the format is split."""
-        return self._low[group]
+        return self._homes[group].low
 
     def host_views(self, group: int) -> list[Tensor]:
         """Wire views in parameter shape, in layout order: what ``parameter.data`` is at rest."""
-        return self._views[group]
-
-    def master(self, group: int, index: int) -> Tensor:
-        """Exact fp32 value of one parameter, in its shape: the store's own memory for fp32, else a new tensor."""
-        view = self._views[group][index]
-        if self.format is StoreFormat.SPLIT:
-            low = self._low[group][self._entry_span(group, index)]
-            return join_master(view.view(-1), low).view(view.shape)
-        return view.float()
+        return self._homes[group].views
 
     def halves(self, group: int, index: int) -> tuple[Tensor, Tensor]:
         """Wire view of one parameter in its shape, and the lower half of its master, ``[numel]`` int16.
 
         The second is empty unless the format is split.
         """
-        return self._views[group][index], self._low[group][self._entry_span(group, index)]
+        entry = self.groups[group].layout.entries[index]
+        return self.host_views(group)[index], self.low(group)[entry.offset : entry.offset + entry.numel]
+
+    def master(self, group: int, index: int) -> Tensor:
+        """Exact fp32 value of one parameter, in its shape: the store's own memory for fp32, else a new tensor."""
+        view, low = self.halves(group, index)
+        if self.format is StoreFormat.SPLIT:
+            return join_master(view.view(-1), low).view(view.shape)
+        return view.float()
 
     def write_master(self, group: int, index: int, value: Tensor) -> None:
         """Set one parameter's master, and its wire with it, from ``value`` of the same shape and any float dtype."""
-        view = self._views[group][index]
+        view, low = self.halves(group, index)
         if self.format is StoreFormat.SPLIT:
-            low = self._low[group][self._entry_span(group, index)]
             split_master_(value.detach().to(torch.float32).contiguous().view(-1), view.view(-1), low)
         else:
             view.copy_(value.detach())
@@ -146,15 +188,29 @@ class Store:
 
     def release(self) -> None:
         """Give every parameter an ordinary fp32 CPU tensor and the arenas back, group by group."""
-        while self._wire:
-            group = self.groups[len(self._wire) - 1]
+        while self._homes:
+            group = self.groups[len(self._homes) - 1]
             for index, parameter in enumerate(group.parameters):
                 parameter.data = self.master(group.index, index)
-            self._drop_last()
+            self._homes.pop().close()
 
-    def _entry_span(self, group: int, index: int) -> slice:
-        entry = self.groups[group].layout.entries[index]
-        return slice(entry.offset, entry.offset + entry.numel)
+
+class _GroupMoments:
+    """Memory of one group's moments."""
+
+    def __init__(self, group: Group, dtype: torch.dtype) -> None:
+        layout = group.layout
+        first, second = (Arena(layout.trainable_numel * dtype.itemsize) for _ in range(2))
+        self.nbytes = first.nbytes + second.nbytes
+        self.flat = (first.view(dtype, layout.trainable_numel), second.view(dtype, layout.trainable_numel))
+        self.views = [
+            (
+                first.view(dtype, e.numel, e.offset * dtype.itemsize).view(e.shape),
+                second.view(dtype, e.numel, e.offset * dtype.itemsize).view(e.shape),
+            )
+            for e in layout.entries
+            if e.trainable
+        ]
 
 
 class Moments:
@@ -166,37 +222,25 @@ class Moments:
     """
 
     def __init__(self, groups: Sequence[Group], dtype: torch.dtype = torch.float32) -> None:
-        self._arenas: list[Arena] = []
-        self._flat: list[tuple[Tensor, Tensor]] = []
-        self._views: list[list[tuple[Tensor, Tensor]]] = []
-        for group in groups:
-            numel = group.layout.trainable_numel
-            arenas = [Arena(numel * dtype.itemsize) for _ in range(2)]
-            self._arenas += arenas
-            self._flat.append((arenas[0].view(dtype, numel), arenas[1].view(dtype, numel)))
-            self._views.append(
-                [
-                    (
-                        arenas[0].view(dtype, e.numel, e.offset * dtype.itemsize).view(e.shape),
-                        arenas[1].view(dtype, e.numel, e.offset * dtype.itemsize).view(e.shape),
-                    )
-                    for e in group.layout.entries
-                    if e.trainable
-                ]
-            )
+        self._dtype = dtype
+        self._groups = [_GroupMoments(group, dtype) for group in groups]
 
     @property
     def nbytes(self) -> int:
         """Host bytes held."""
-        return sum(arena.nbytes for arena in self._arenas)
+        return sum(group.nbytes for group in self._groups)
+
+    def relay(self, group: Group) -> None:
+        """New memory, zeros, for a group whose layout changed. The old lives on as long as somebody holds views."""
+        self._groups[group.index] = _GroupMoments(group, self._dtype)
 
     def flat(self, group: int) -> tuple[Tensor, Tensor]:
         """Flat first and second moments of a group, ``[trainable_numel]`` each."""
-        return self._flat[group]
+        return self._groups[group].flat
 
     def views(self, group: int, index: int) -> tuple[Tensor, Tensor]:
         """First and second moment of one trainable parameter, in its shape."""
-        return self._views[group][index]
+        return self._groups[group].views[index]
 
 
 def _check_adoptable(name: str, parameter: Tensor) -> None:

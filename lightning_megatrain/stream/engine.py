@@ -117,6 +117,7 @@ class Engine:
         # method would take the engine along.
         def lend(module: nn.Module, args: Any) -> None:
             if not self.residents.on_device:
+                self._take_assigned()
                 self._wait_for_residents()
                 self.residents.lend(module)
 
@@ -141,6 +142,7 @@ class Engine:
 
     def close(self) -> None:
         """Take everything off the model; its parameters' data are host views afterwards."""
+        self._take_assigned()
         self.reset()
         for unit in self.units:
             uninstall(unit)
@@ -169,12 +171,18 @@ class Engine:
         is False.
         """
         self.end_step()
+        self._take_assigned()
         self._in_step = True
         for unit in self.units:
             unit.pending = 0
         for order in self._orders.values():
             order.begin()
         self._bring_residents(upload=upload)
+
+    def _take_assigned(self) -> None:
+        """Where the parameters' data are the host's: take over what somebody assigned to them."""
+        if not (self._in_step or self.residents.on_device or self.residents.lent):
+            self.store.take_assigned()
 
     def _bring_residents(self, *, upload: bool = True) -> None:
         if not self.residents.on_device:
@@ -198,9 +206,11 @@ class Engine:
         """Within a step: let code meet the host's weights for a while, and see what it changed afterwards."""
         inside = self._in_step
         self.end_step()
+        self._take_assigned()
         try:
             yield
         finally:
+            self._take_assigned()
             if inside:
                 self._in_step = True
                 self._bring_residents()
@@ -235,6 +245,7 @@ class Engine:
 
     def use(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a unit's ``forward`` does while it is streamed: same arguments, same result."""
+        self._take_assigned()
         if not torch.is_grad_enabled():
             return self._use_without_gradients(unit, args, kwargs)
         check_trainable(unit.group)

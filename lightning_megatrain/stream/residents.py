@@ -27,6 +27,7 @@ class Residents:
             self._flat = [torch.empty(g.layout.numel, dtype=dtype, device=streams.device) for g in self.groups]
         self._views = [g.layout.views(flat) for g, flat in zip(self.groups, self._flat, strict=True)]
         self.on_device = False
+        self.lent = 0  # modules that have device copies outside a step
         self._released = Event()
 
     @property
@@ -52,6 +53,7 @@ class Residents:
 
     def to_host(self) -> None:
         """Make the parameters' data the host's wire again."""
+        self.lent = 0
         if not self.on_device:
             return
         self._released = self._streams.record()
@@ -62,6 +64,7 @@ class Residents:
 
     def lend(self, module: nn.Module) -> None:
         """Outside a step: device copies for the parameters that ``module`` itself holds, until :meth:`take_back`."""
+        self.lent += 1
         own = {id(p) for p in module.parameters(recurse=False)}
         for group, flat, views in zip(self.groups, self._flat, self._views, strict=True):
             if not any(id(p) in own for p in group.parameters):
@@ -74,8 +77,9 @@ class Residents:
 
     def take_back(self, module: nn.Module) -> None:
         """After what :meth:`lend` was for: host views again. Does nothing in a step."""
-        if self.on_device:
+        if self.on_device or not self.lent:
             return
+        self.lent -= 1
         self._released = self._streams.record()
         own = {id(p) for p in module.parameters(recurse=False)}
         for group in self.groups:

@@ -115,8 +115,8 @@ def check_trainable(group: Group) -> None:
     for entry, parameter in zip(group.layout.entries[frozen:], group.parameters[frozen:], strict=True):
         if parameter.requires_grad:
             raise RuntimeError(
-                f"Parameter {entry.name!r} was frozen when training was set up and requires a gradient now; "
-                "set requires_grad before fit() and, to freeze it for a while, unset it during training."
+                f"Parameter {entry.name!r} was frozen when this step began and requires a gradient now; "
+                "set requires_grad between steps, for example in on_train_batch_start."
             )
 
 

@@ -289,6 +289,10 @@ class HostGradients:
             parameter.grad = None
             if self._converts:
                 parameter.grad_dtype = torch.float32  # what it will be outside fit
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Give the memory back, except what ``p.grad`` shows."""
         for memory in (self._slabs, self._wide_slabs, self.arena, self._apart):
             if memory is not None:
                 memory.close()

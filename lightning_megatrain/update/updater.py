@@ -1,7 +1,7 @@
 """Gradients in, updated weights out: the schedule of one step's host work."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -73,7 +73,7 @@ class Updater:
     ) -> None:
         self.schedule = schedule
         self.worker = Worker(inline=inline)
-        self.gradients = HostGradients(store, self.worker, pin=pin, threads=threads, sum_dtype=sum_dtype)
+        self._make_gradients = partial(HostGradients, store, self.worker, pin=pin, threads=threads, sum_dtype=sum_dtype)
         self.skipped_steps = 0
         self._store = store
         self._optimizers = list(optimizers)
@@ -81,9 +81,7 @@ class Updater:
         adam = any(is_adam(o) for o in optimizers)
         self.moments = Moments(store.groups, moments_dtype) if adam else None
         self._updates = [self._update_for(o, threads, stochastic_seed) for o in optimizers]
-        if schedule != "in_backward":
-            self.gradients.allocate()
-        self._home = {p: (g, i) for g in store.groups for i, p in enumerate(g.parameters)}
+        self._lay()
         self.before_update: Callable[[int], None] = lambda group: None
         """Called on the worker, or before a blocking step, before a group's weights and state change; may wait."""
         self._settings: Settings = {}
@@ -92,6 +90,35 @@ class Updater:
         self._midway = False
         self._scales: dict[Optimizer, float] = {}  # of the step to come
         self._skips: set[Optimizer] = set()
+
+    def _lay(self) -> None:
+        """Follow the layout of the store's groups."""
+        self.gradients = self._make_gradients()
+        if self.schedule != "in_backward":
+            self.gradients.allocate()
+        self._home = {p: (g, i) for g in self._store.groups for i, p in enumerate(g.parameters)}
+
+    def relay(self, groups: Iterable[Group]) -> None:
+        """The store laid ``groups`` out anew, between two steps and with no update under way.
+
+        Gradients that parameters have already move to their new places when they are used next.
+        """
+        for group in groups:
+            if self.moments is not None:
+                self.moments.relay(group)
+                for optimizer in filter(is_adam, self._optimizers):
+                    self._move_moments(optimizer, group)
+        self.gradients.give_back()
+        self._handed_over.clear()
+        self._lay()
+
+    def _move_moments(self, optimizer: Optimizer, group: Group) -> None:
+        """At once and not when they are used: until then the old memory would stay beside the new."""
+        assert self.moments is not None
+        owned = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        for index, parameter in enumerate(group.parameters[: group.layout.trainable_count]):
+            if id(parameter) in owned and optimizer.state.get(parameter):
+                ensure_moments(optimizer, parameter, self.moments.views(group.index, index))
 
     def _update_for(self, optimizer: Optimizer, threads: ThreadPlan | None, seed: int | None) -> GroupUpdate:
         if is_adam(optimizer) and self._store.format is not StoreFormat.FP32:

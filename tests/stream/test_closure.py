@@ -293,9 +293,25 @@ class LateHead(Plain):
         self.head.requires_grad_(batch_idx > 1)
 
 
-def test_a_resident_parameter_unfrozen_during_training() -> None:
-    with pytest.raises(RuntimeError, match=r"'head.weight' was frozen when training was set up"):
-        fit(LateHead, MegaTrainStrategy())
+@pytest.mark.parametrize("update", ["blocking", "next_forward", "in_backward"])
+def test_a_resident_parameter_unfrozen_between_steps(update: str) -> None:
+    a, _ = fit(LateHead, stock())
+    b, _ = fit(LateHead, MegaTrainStrategy(update=update))
+    assert_same_bits(a, b)
+
+
+class TooLate(LateHead):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.head.requires_grad_()
+        return super().loss(batch)
+
+
+def test_a_parameter_unfrozen_within_a_step() -> None:
+    with pytest.raises(RuntimeError, match=r"'head.weight' was frozen when this step began"):
+        fit(TooLate, MegaTrainStrategy())
 
 
 class Clamped(Plain):

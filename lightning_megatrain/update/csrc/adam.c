@@ -128,10 +128,16 @@ INLINE float load_bf16(uint16_t h) { return float_of((uint32_t)h << 16); }
 
 /* The split master, in 16-bit arithmetic: half the vector instructions of the same in 32. The halves of the pattern
  * are `low` and `high - (low < 0)`; see memory/split.py. */
-INLINE float join(uint16_t high, int16_t low)
+INLINE float join_any(uint16_t high, int16_t low)
 {
     uint16_t upper = (uint16_t)(high + (low >> 15));
     return float_of((uint32_t)upper << 16 | (uint16_t)low);
+}
+
+/* Under a zero there is no negative remainder, unless somebody wrote the zero to `high` alone. */
+INLINE float join(uint16_t high, int16_t low)
+{
+    return join_any(high, low & (int16_t)-((high & 0x7fff) != 0 || low >= 0));
 }
 
 /* The rule for NaNs that rounding would hide. Joining is exact on any pattern, so it can be applied afterwards,
@@ -139,7 +145,7 @@ INLINE float join(uint16_t high, int16_t low)
 static void keep_nans(uint16_t *high, int16_t *low, int n)
 {
     for (int i = 0; i < n; i++) {
-        uint32_t b = bits_of(join(high[i], low[i]));
+        uint32_t b = bits_of(join_any(high[i], low[i]));
         if ((b & 0x7fffffffu) > 0x7f800000u && (high[i] & 0x7fffu) <= 0x7f80u) {
             high[i] = (uint16_t)(b >> 16 | 0x0040u);
             low[i] = 0;
