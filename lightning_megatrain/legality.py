@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_megatrain.hooks import overrides
+from lightning_megatrain.memory.host import format_bytes
 from lightning_megatrain.memory.layout import Group
 from lightning_megatrain.memory.store import StoreFormat
 from lightning_megatrain.update.optimizers import is_per_parameter
@@ -31,12 +32,38 @@ def check_model(module: nn.Module) -> None:
                 "remove it and use on_before_optimizer_step, which sees every gradient."
             )
     for name, child in module.named_modules():
+        if (
+            hasattr(child, "_orig_mod")
+            or getattr(child, "_compiled_call_impl", None) is not None
+            or getattr(child, "_compiler_ctx", None) is not None
+        ):
+            raise MisconfigurationException(
+                f"{name or type(child).__name__!r} was compiled with torch.compile, whose graphs hold on to weights "
+                "that streaming moves; give the trainer the module without torch.compile."
+            )
+    for name, child in module.named_modules():
         if getattr(child, "gradient_checkpointing", False) is True:
             rank_zero_warn(
                 f"{name or 'The model'} has gradient checkpointing on, and units are recomputed anyway; turn it off "
                 "to save one forward per step."
             )
             break
+
+
+def announce_copies(trainer: Trainer) -> None:
+    """Say what callbacks that average weights take: a model of their own."""
+    kinds = tuple(
+        getattr(callbacks, name)
+        for name in ("StochasticWeightAveraging", "WeightAveraging")
+        if hasattr(callbacks, name)  # early releases have only the first
+    )
+    size = sum(p.numel() * 4 for p in trainer.lightning_module.parameters())
+    for callback in trainer.callbacks:
+        if isinstance(callback, kinds):
+            rank_zero_warn(
+                f"{type(callback).__name__} keeps a second copy of the model: {format_bytes(size)} of host memory that "
+                "the plan does not count. In bf16-mixed it averages the bf16 weights, not their fp32 masters."
+            )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], store_format: StoreFormat, groups: Sequence[Group]) -> None:

@@ -28,6 +28,7 @@ from lightning_megatrain.checkpoint.loading import materialize_meta
 from lightning_megatrain.checkpoints import CheckpointFormat, Checkpoints, groups_of_tensors
 from lightning_megatrain.fence import Fence, who_looks_between_steps
 from lightning_megatrain.legality import (
+    announce_copies,
     check_model,
     gradients_stay_untouched,
 )
@@ -234,6 +235,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self.precision_plugin.clip_by_norm = self._clip_by_norm
         if session.updater is not None:
             session.updater.before_update = self._checkpoints.saver.wait_read
+            announce_copies(trainer)
             self._gradients_untouched = gradients_stay_untouched(trainer)
             self._raise_fence(trainer, session.schedule)
             self._checkpoints.prepare(trainer)

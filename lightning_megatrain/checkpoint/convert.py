@@ -216,7 +216,7 @@ def _given_back(tensor: Tensor, mappings: FileMappings) -> Tensor:
 
     Its version says otherwise, as giving it its storage counts; that of ``.data`` begins anew.
     """
-    return tensor if isinstance(tensor, LazyTensor) else mappings.parts_of(tensor.data)
+    return tensor if isinstance(tensor, LazyTensor) else mappings.parts_of(tensor)
 
 
 def _tensors(node: Any, seen: set[int]) -> Iterator[Tensor]:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
     SavePlan,
+    WriteItem,
 )
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
@@ -42,6 +43,17 @@ class _Planner(DefaultSavePlanner):
     def __init__(self, order: Callable[[Tensor], int]) -> None:
         super().__init__()
         self._order = order
+        self._written: Tensor | None = None
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        # torch's writer keeps every tensor until its file is complete: take the memory of the last one away.
+        if self._written is not None:
+            self._written.untyped_storage().resize_(0)
+            self._written = None
+        data = super().resolve_data(write_item)
+        if isinstance(data, Tensor) and isinstance(self.state_dict[write_item.index.fqn], LazyTensor):
+            self._written = data = data.clone()
+        return data
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -64,7 +76,9 @@ def write_sharded(
     tensors, rest = _take_apart(checkpoint)
     folder.mkdir()
     write_single(rest, folder / META_FILE)
-    dcp.save(tensors, storage_writer=FileSystemWriter(folder), planner=_Planner(order), no_dist=True)
+    # With anything ahead of the write, torch reads parts early and in an order of its own where there is a GPU.
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
+    dcp.save(tensors, storage_writer=writer, planner=_Planner(order), no_dist=True)
 
 
 def read_sharded(folder: Path, *, weights_only: bool | None) -> dict[str, Any]:
@@ -89,7 +103,7 @@ def read_sharded(folder: Path, *, weights_only: bool | None) -> dict[str, Any]:
     metadata = reader.read_metadata()
     reader.check_files()
     try:
-        checkpoint = torch.load(folder / META_FILE, map_location="cpu", weights_only=weights_only)
+        checkpoint = torch.load(folder / META_FILE, map_location="cpu", mmap=True, weights_only=weights_only)
     except (RuntimeError, EOFError) as error:
         raise ValueError(f"{folder / META_FILE} is cut short or damaged; use an earlier checkpoint.") from error
     found: dict[str, Any] = {}
@@ -119,8 +133,8 @@ def _take_apart(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
     """The tensors of the model and of the optimizers, and the rest."""
     rest = dict(checkpoint)
     state = rest.pop("state_dict", {})
-    tensors: dict[str, Any] = {_MODEL: {k: _in_parts(v) for k, v in state.items() if isinstance(v, Tensor)}}
-    rest["state_dict"] = OrderedDict((k, v) for k, v in state.items() if not isinstance(v, Tensor))
+    tensors: dict[str, Any] = {_MODEL: {k: _in_parts(v) for k, v in state.items() if _is_dense(v)}}
+    rest["state_dict"] = OrderedDict((k, v) for k, v in state.items() if not _is_dense(v))
     rest["state_dict_metadata"] = getattr(state, "_metadata", None)
     if "optimizer_states" in checkpoint:
         rest["optimizer_states"] = []
@@ -128,7 +142,10 @@ def _take_apart(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
             kept = {**optimizer, "state": {}}
             moved: dict[str, dict[str, Tensor]] = {}
             for key, values in optimizer.get("state", {}).items():
-                large = {n: _in_parts(v) for n, v in values.items() if isinstance(v, Tensor) and v.dim()}
+                if not isinstance(values, dict):
+                    kept["state"][key] = values
+                    continue
+                large = {n: _in_parts(v) for n, v in values.items() if _is_dense(v) and v.dim()}
                 kept["state"][key] = {n: v for n, v in values.items() if n not in large}
                 if large:
                     moved[str(key)] = large
@@ -148,12 +165,17 @@ def _put_together(checkpoint: dict[str, Any], found: dict[str, Any]) -> None:
     for number, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
         moved = found.get(f"{_OPTIMIZER}{number}", {}).get("state", {})
         for key, values in optimizer["state"].items():
-            values.update(moved.get(str(key), {}))
+            if str(key) in moved:
+                values.update(moved[str(key)])
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized
 
 
 def _in_parts(tensor: Tensor) -> Tensor:
     """A large tensor as a lazy one, so that it is written, and can be read again, in parts."""
-    if isinstance(tensor, LazyTensor) or tensor.numel() * tensor.element_size() <= PART_BYTES or tensor.is_sparse:
+    if isinstance(tensor, LazyTensor) or tensor.numel() * tensor.element_size() <= PART_BYTES:
         return tensor
     return LazyTensor(TensorSource(tensor.cpu()))
 

@@ -5,6 +5,7 @@ import ctypes
 import mmap
 import os
 import pickle
+import re
 import zipfile
 from typing import IO, Any
 
@@ -74,23 +75,31 @@ def read_single(path: str | os.PathLike[str], *, weights_only: bool | None) -> d
     return checkpoint
 
 
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ [1-9]\d* +(/.*)|([0-9a-f]+)-([0-9a-f]+) ")
+_UNCHANGED = re.compile(r"Anonymous: +0 kB")
+
+
 class FileMappings:
     """Where in this process's memory files are mapped now, by the kernel's own account."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
-        with contextlib.suppress(OSError), open("/proc/self/maps") as maps:  # elsewhere pages are kept
+        with contextlib.suppress(OSError), open("/proc/self/smaps") as maps:  # elsewhere pages are kept
+            of_a_file: tuple[int, int] | None = None
             for line in maps:
-                place, _, _, _, inode, *name = line.split(maxsplit=5)
-                if inode != "0" and name and name[0].startswith("/"):
-                    low, high = place.split("-")
-                    self._ranges.append((int(low, 16), int(high, 16)))
+                if (head := _MAPPING.match(line)) is not None:
+                    of_a_file = (int(head[1], 16), int(head[2], 16)) if head[3] else None
+                elif of_a_file is not None and _UNCHANGED.match(line):
+                    self._ranges.append(of_a_file)
 
     def parts_of(self, tensor: Tensor) -> Tensor:
-        """A large tensor that is mapped from a file and was not written to, as one whose pages are given back as they
-        are read; any other as it is. For use at once: the mapping must still be the same one."""
+        """A large tensor that is mapped from a file, as one whose pages are given back as they are read.
+
+        Any other as it is, and so are tensors of a file of which somebody changed some. For use at once: the mapping
+        must still be the same one.
+        """
         size = tensor.numel() * tensor.element_size()
-        if isinstance(tensor, LazyTensor) or size < PART_BYTES // 16 or tensor._version or not tensor.is_contiguous():
+        if isinstance(tensor, LazyTensor) or size < PART_BYTES // 16 or not tensor.is_contiguous():
             return tensor
         start = tensor.data_ptr()
         if not any(low <= start and start + size <= high for low, high in self._ranges):

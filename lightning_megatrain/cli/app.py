@@ -53,11 +53,20 @@ def run_app(task: Callable[[DictConfig], Any], *, command: str, config_name: str
 
     # Hydra reads the process's arguments and nothing else.
     original = sys.argv
-    sys.argv = [f"megatrain {command}", *argv]
+    sys.argv = [f"megatrain {command}", *(_quoted(argument) for argument in argv)]
     try:
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=config_name)(guarded)()
     finally:
         sys.argv = original
+
+
+def _quoted(argument: str) -> str:
+    """Make a path with `=` in it, as Lightning names checkpoints, one value in Hydra's grammar."""
+    key, _, value = argument.partition("=")
+    if key not in ("ckpt", "ckpt_path", "out") or "=" not in value or value[0] in "'\"":
+        return argument
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'{key}="{escaped}"'
 
 
 @contextmanager

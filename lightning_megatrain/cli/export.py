@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0
-    run_app(export, command="export", config_name="export", argv=[_quoted(argument) for argument in argv])
+    run_app(export, command="export", config_name="export", argv=argv)
     return 0
 
 
@@ -58,15 +58,6 @@ def export(cfg: DictConfig) -> None:
     check_values(cfg, targets={"": _TARGET})
     arguments = {str(key): value for key, value in OmegaConf.to_object(cfg).items()}  # type: ignore[union-attr]
     print("\n".join(_lines(convert(**arguments), prefix=cfg.prefix)))
-
-
-def _quoted(argument: str) -> str:
-    """Make a path with `=` in it, as Lightning names checkpoints, one value in Hydra's grammar."""
-    key, _, value = argument.partition("=")
-    if key not in ("ckpt", "out") or "=" not in value or value[0] in "'\"":
-        return argument
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f'{key}="{escaped}"'
 
 
 def _lines(done: Export, prefix: str | None) -> list[str]:
