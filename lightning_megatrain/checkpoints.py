@@ -214,8 +214,13 @@ class Checkpoints:
             raise FileNotFoundError(f"Checkpoint {os.fspath(path)} does not exist.")
         self._source, self._path = f"Checkpoint {os.fspath(path)}", os.fspath(path)
         if is_sharded(path):
-            return read_sharded(Path(path), weights_only=weights_only)
-        return read_single(path, weights_only=weights_only)
+            checkpoint = read_sharded(Path(path), weights_only=weights_only)
+        else:
+            checkpoint = read_single(path, weights_only=weights_only)
+        missing = [key for key in ("state_dict", "pytorch-lightning_version") if key not in checkpoint]
+        if missing:
+            raise ValueError(f"{self._source} has no {missing[0]!r}, so it is not a Lightning checkpoint.")
+        return checkpoint
 
     def load_model(self, module: LightningModule, checkpoint: Mapping[str, Any], *, strict: bool) -> Mapping[str, Any]:
         """Load a module's state whole or not at all.
@@ -224,11 +229,8 @@ class Checkpoints:
             The state that was loaded, by name.
 
         Raises:
-            ValueError: the checkpoint has no ``state_dict``.
             RuntimeError: it belongs to another model.
         """
-        if "state_dict" not in checkpoint:
-            raise ValueError(f"{self._source} has no 'state_dict', so it is not a Lightning checkpoint.")
         mappings = FileMappings()
         state = with_missing(module, checkpoint["state_dict"], checkpoint.get(KEY, {}).get("excluded", ()))
         check_state_dict(module, state, strict=strict, source=self._source)

@@ -19,6 +19,7 @@ class Saver:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._writing = False
         self._unread: Counter[int] = Counter()
         self._changed = threading.Condition()
         self._removals: list[Path] = []
@@ -38,6 +39,7 @@ class Saver:
     def start(self, write: Callable[[], None]) -> None:
         """Run ``write`` on the thread; the caller has waited for the one before."""
         assert self._thread is None
+        self._writing = True
         self._thread = threading.Thread(target=self._run, args=(write,), name="megatrain-save")
         self._thread.start()
 
@@ -65,8 +67,10 @@ class Saver:
     def remove(self, path: Path) -> None:
         """Remove an older checkpoint, but not before the newer one that replaces it is complete."""
         with self._changed:
-            if self._thread is not None and self._thread.is_alive():
+            if self._writing:
                 self._removals.append(path)
+                return
+            if self._error is not None:  # the newer one never came
                 return
         remove_whole(path)
 
@@ -78,6 +82,7 @@ class Saver:
         with self._changed:
             self._unread.clear()  # after an error nobody will read what is left
             self._changed.notify_all()
+            self._writing = False
             removals, self._removals = self._removals, []
         if self._error is None:
             for path in removals:

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from lightning_megatrain.checkpoint.lazy import PART_BYTES, LazyTensor, TensorSource, chunk_of
-from lightning_megatrain.checkpoint.single import write_single
+from lightning_megatrain.checkpoint.single import read_single, write_single
 
 META_FILE = "meta.pt"
 """Everything that is no large tensor, as ``torch.save`` writes it."""
@@ -102,10 +102,7 @@ def read_sharded(folder: Path, *, weights_only: bool | None) -> dict[str, Any]:
     reader = _Reader(folder)
     metadata = reader.read_metadata()
     reader.check_files()
-    try:
-        checkpoint = torch.load(folder / META_FILE, map_location="cpu", mmap=True, weights_only=weights_only)
-    except (RuntimeError, EOFError) as error:
-        raise ValueError(f"{folder / META_FILE} is cut short or damaged; use an earlier checkpoint.") from error
+    checkpoint = read_single(folder / META_FILE, weights_only=weights_only)
     found: dict[str, Any] = {}
     for name, stored in metadata.state_dict_metadata.items():
         if not isinstance(stored, TensorStorageMetadata):

@@ -5,86 +5,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import zoo
-from fitting import QUIET, MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, loader, stock, tokens
-from lightning.pytorch.callbacks import ModelCheckpoint
+from fitting import MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, loader, stock, tokens
+from resuming import Resumable, assert_same_end, resumed_run, run
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 SCHEDULES = ["blocking", "next_forward", "in_backward"]
 FORMATS = ["ckpt", "sharded"]
-COSINE = partial(zoo.Cosine, dropout=0.1, log_norm=False)
-
-
-class Resumable:
-    """A loader that knows how many batches it gave, and draws a random number for each."""
-
-    def __init__(self, batches: int = 12) -> None:
-        self.data = tokens(4 * batches).view(batches, 4, -1)
-        self.given = 0
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        while self.given < len(self.data):
-            self.given += 1
-            yield (self.data[self.given - 1] + torch.randint(0, 2, ())) % zoo.VOCAB
-        self.given = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"given": self.given}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.given = state["given"]
-
-
-def run(
-    strategy: Any,
-    folder: Path,
-    *,
-    make: Any = COSINE,
-    steps: int = 20,
-    data: Any = Resumable,
-    ckpt_path: Path | None = None,
-    seed: int = 1,
-    **arguments: Any,
-) -> tuple[zoo.Zoo, L.Trainer]:
-    """Fit with a checkpoint every five steps. A resumed run has another seed: all it knows is the checkpoint."""
-    L.seed_everything(seed, verbose=False)
-    module = make()
-    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        max_steps=steps,
-        callbacks=[saver],
-        **{**QUIET, "enable_checkpointing": True, **arguments},
-    )
-    trainer.fit(module, data(), ckpt_path=ckpt_path, weights_only=True)
-    return module, trainer
-
-
-def resumed_run(first: Any, second: Any, folder: Path, **arguments: Any) -> tuple[zoo.Zoo, L.Trainer]:
-    """Ten steps, then ten more in another trainer."""
-    run(first, folder / "first", steps=10, **arguments)
-    return run(second, folder / "second", ckpt_path=folder / "first" / "step=10.ckpt", seed=7, **arguments)
-
-
-def assert_same_end(straight: tuple[zoo.Zoo, L.Trainer], resumed: tuple[zoo.Zoo, L.Trainer]) -> None:
-    """Weights, optimizer state and the losses after the resume."""
-    (a, trainer_a), (b, trainer_b) = straight, resumed
-    assert trainer_a.global_step == trainer_b.global_step == 20
-    a.losses = a.losses[-len(b.losses) :]
-    assert len(b.losses) == 10
-    assert_same_bits(a, b)
-    assert_same_optimizer_bits(trainer_a, trainer_b)
-    schedulers = [[c.scheduler.state_dict() for c in t.lr_scheduler_configs] for t in (trainer_a, trainer_b)]
-    assert [s["last_epoch"] for s in schedulers[0]] == [s["last_epoch"] for s in schedulers[1]]
 
 
 @pytest.mark.parametrize("save_async", [False, True])

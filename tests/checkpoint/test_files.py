@@ -1,0 +1,94 @@
+"""Files and folders appear whole, are replaced in one step, and are removed in one step."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_megatrain.checkpoint import files
+from lightning_megatrain.checkpoint.files import remove_leftovers, remove_whole, written_whole
+
+
+def put(path: Path, kind: str, text: str) -> None:
+    if kind == "file":
+        path.write_text(text)
+    else:
+        (path / "inner").mkdir(parents=True)
+        (path / "inner" / "text").write_text(text)
+
+
+def get(path: Path) -> str:
+    return (path / "inner" / "text").read_text() if path.is_dir() else path.read_text()
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+@pytest.mark.parametrize("new", ["file", "folder"])
+@pytest.mark.parametrize("old", [None, "file", "folder", "link to a file", "link to a folder"])
+def test_what_was_there_is_replaced(
+    old: str | None, new: str, swaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not swaps:
+        monkeypatch.setattr(files, "_exchange", lambda a, b: False)
+    target, elsewhere = tmp_path / "deep" / "x.ckpt", tmp_path / "elsewhere"
+    target.parent.mkdir()
+    if old is not None and old.startswith("link"):
+        put(elsewhere, old.removeprefix("link to a "), "old")
+        target.symlink_to(elsewhere)
+    elif old is not None:
+        put(target, old, "old")
+    with written_whole(target) as partial:
+        put(partial, new, "new")
+        assert get(target) == "old" if old is not None else not target.exists()
+    assert get(target) == "new"
+    assert not target.is_symlink()
+    if elsewhere.exists():
+        assert get(elsewhere) == "old"
+    assert os.listdir(target.parent) == ["x.ckpt"]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_an_error_leaves_what_was_there_and_nothing_else(kind: str, tmp_path: Path) -> None:
+    target = tmp_path / "x.ckpt"
+    put(target, kind, "old")
+
+    def fail() -> None:
+        with written_whole(target) as partial:
+            put(partial, kind, "new")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert get(target) == "old"
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_removal_is_one_step(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "x.ckpt"
+    put(target, kind, "old")
+    seen = []
+    delete = files._delete
+    monkeypatch.setattr(files, "_delete", lambda path: (seen.append((target.exists(), get(path))), delete(path)))
+    remove_whole(target)
+    assert seen == [(False, "old")]
+    assert os.listdir(tmp_path) == []
+    remove_whole(target)  # missing is fine
+
+
+def test_leftovers_of_dead_processes_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:
+    host = files.platform.node()
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    dead = tmp_path / f".x.ckpt~{host}~{child}~0.partial"
+    stay = [
+        tmp_path / f".x.ckpt~{host}~{os.getpid()}~0.partial",
+        tmp_path / f".x.ckpt~another-host~{child}~0.partial",
+        tmp_path / ".a.partial",
+        tmp_path / "x.ckpt",
+    ]
+    for path in (dead, *stay):
+        put(path, "folder", "")
+    remove_leftovers(tmp_path)
+    assert {p.name for p in stay} == set(os.listdir(tmp_path))
