@@ -1,6 +1,5 @@
 """A resumed run ends as the straight one does, bit for bit, in and across formats, schedules and precisions."""
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 import torch
 import zoo
 from fitting import MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, loader, stock, tokens
-from resuming import Resumable, assert_same_end, resumed_run, run
+from resuming import Plain, Resumable, assert_same_end, resumed_run, run
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -57,14 +56,6 @@ def test_across_schedules(first: str, second: str, tmp_path: Path) -> None:
         straight,
         resumed_run(MegaTrainStrategy(update=first, **formats), MegaTrainStrategy(update=second), tmp_path),
     )
-
-
-class Plain(Resumable):
-    """The same batches, without random numbers: the stock strategy does not save their state."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for batch in super().__iter__():
-            yield batch * 0 + self.data[self.given - 1]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor", "radam"])
