@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatrain.checkpoint.files import is_local, written_whole
+from lightning_megatrain.checkpoint.files import is_local, remove_leftovers, written_whole
 from lightning_megatrain.checkpoint.lazy import LazyTensor, SplitSource, TensorSource, Watched, kept_in_copies
 from lightning_megatrain.checkpoint.loading import check_state_dict, materialize_meta, with_missing
 from lightning_megatrain.checkpoint.rng import random_state, set_random_state
@@ -51,7 +51,7 @@ class Checkpoints:
         self._save_async = save_async
         self._beside = False
         self._said = False
-        self._source, self._path = "The checkpoint", ""
+        self._path: str | os.PathLike[str] = ""
         self._random: dict[str, Any] | None = None
         self.saver = Saver()
 
@@ -68,6 +68,15 @@ class Checkpoints:
         if obstacle is not None:
             self._beside = False
             rank_zero_info(f"megatrain: checkpoints are written before training goes on, because {obstacle}")
+
+    def finish(self) -> None:
+        """A fit is over: wait for what is being written. From now on nothing runs that a save could be beside.
+
+        Raises:
+            BaseException: an error of the save.
+        """
+        self._beside = False
+        self.saver.wait()
 
     # Contents
 
@@ -212,7 +221,7 @@ class Checkpoints:
         self.saver.wait()
         if not os.path.exists(path):
             raise FileNotFoundError(f"Checkpoint {os.fspath(path)} does not exist.")
-        self._source, self._path = f"Checkpoint {os.fspath(path)}", os.fspath(path)
+        remove_leftovers(Path(path).absolute().parent)
         if is_sharded(path):
             checkpoint = read_sharded(Path(path), weights_only=weights_only)
         else:
@@ -234,7 +243,7 @@ class Checkpoints:
         mappings = FileMappings()
         state = with_missing(module, checkpoint["state_dict"], checkpoint.get(KEY, {}).get("excluded", ()))
         check_state_dict(module, state, strict=strict, source=self._source)
-        materialize_meta(module, initialize=False)
+        materialize_meta(module, loaded=state.keys())
         values = OrderedDict((k, mappings.parts_of(v) if isinstance(v, Tensor) else v) for k, v in state.items())
         if hasattr(state, "_metadata"):
             values._metadata = state._metadata  # type: ignore[attr-defined]
@@ -252,7 +261,15 @@ class Checkpoints:
 
     def is_source(self, path: str | os.PathLike[str] | None) -> bool:
         """Whether the checkpoint loaded last is the one at ``path``."""
-        return path is not None and os.fspath(path) == self._path
+        return path is not None and os.fspath(path) == os.fspath(self._path)
+
+    @property
+    def _source(self) -> str:
+        return f"Checkpoint {os.fspath(self._path)}"
+
+    def comes_from(self, path: str | os.PathLike[str]) -> None:
+        """What is loaded next comes from ``path``."""
+        self._path = path
 
     def resume(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """A run resumes from ``checkpoint``: its random numbers will go on when training begins.

@@ -50,8 +50,9 @@ def check_model(module: nn.Module) -> None:
             break
 
 
-def announce_copies(trainer: Trainer) -> None:
+def announce_copies(trainer: Trainer, store_format: StoreFormat) -> None:
     """Say what callbacks that average weights take: a model of their own."""
+    what = " of the bf16 halves of the weights" if store_format is StoreFormat.SPLIT else ""
     kinds = tuple(
         getattr(callbacks, name)
         for name in ("StochasticWeightAveraging", "WeightAveraging")
@@ -61,8 +62,8 @@ def announce_copies(trainer: Trainer) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, kinds):
             rank_zero_warn(
-                f"{type(callback).__name__} keeps a second copy of the model: {format_bytes(size)} of host memory that "
-                "the plan does not count. In bf16-mixed it averages the bf16 weights, not their fp32 masters."
+                f"{type(callback).__name__} keeps an average{what} in a second copy of the model: {format_bytes(size)} "
+                "of host memory that the plan does not count."
             )
 
 

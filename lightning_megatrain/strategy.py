@@ -218,7 +218,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self.precision_plugin.convert_module(module)
         training = trainer.state.fn == TrainerFn.FITTING
         check_model(module)
-        materialize_meta(module, initialize=True)
+        materialize_meta(module)
         if training:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -235,7 +235,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self.precision_plugin.clip_by_norm = self._clip_by_norm
         if session.updater is not None:
             session.updater.before_update = self._checkpoints.saver.wait_read
-            announce_copies(trainer)
+            announce_copies(trainer, self.precision_plugin.store_format)
             self._gradients_untouched = gradients_stay_untouched(trainer)
             self._raise_fence(trainer, session.schedule)
             self._checkpoints.prepare(trainer)
@@ -255,7 +255,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     @override
     def teardown(self) -> None:
         try:
-            self._checkpoints.saver.wait()
+            self._checkpoints.finish()
         finally:
             self._stop()
         self.precision_plugin.teardown()
@@ -457,6 +457,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     def load_checkpoint(
         self, checkpoint_path: _PATH, weights_only: bool | None = None, **kwargs: Any
     ) -> dict[str, Any]:
+        self._checkpoints.comes_from(checkpoint_path)
         if self._writes_itself and is_local(checkpoint_path):
             return self._checkpoints.load(checkpoint_path, weights_only=weights_only)
         # Lightning 2.5 has no weights_only.

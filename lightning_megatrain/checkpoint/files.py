@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import errno
+import functools
 import itertools
 import os
 import platform
@@ -51,16 +52,25 @@ def remove_whole(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what processes of this machine that are gone left half-written in ``folder``."""
+    """Remove what processes of this machine that are gone left half-written in ``folder``, if that may be written."""
     for entry in folder.glob(f".*{_SUFFIX}"):
-        with contextlib.suppress(ValueError):
-            *_, host, pid, _count = entry.name.removesuffix(_SUFFIX).rsplit("~", 3)
-            if host == platform.node() and not _alive(int(pid)):
+        with contextlib.suppress(ValueError, OSError):
+            *_, host, pid, token, _count = entry.name.removesuffix(_SUFFIX).rsplit("~", 4)
+            own = os.getpid()
+            gone = token != _token(own) if int(pid) == own else not _alive(int(pid))
+            if host == platform.node() and gone:
                 _delete(entry)
 
 
 def _partial_of(path: Path) -> Path:
-    return path.parent / f".{path.name}~{platform.node()}~{os.getpid()}~{next(_counter)}{_SUFFIX}"
+    pid = os.getpid()
+    return path.parent / f".{path.name}~{platform.node()}~{pid}~{_token(pid)}~{next(_counter)}{_SUFFIX}"
+
+
+@functools.cache
+def _token(pid: int) -> str:
+    """Tells this process from an earlier one of the same id, as in a container that was started again."""
+    return os.urandom(4).hex()
 
 
 def _alive(pid: int) -> bool:

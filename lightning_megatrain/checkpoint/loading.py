@@ -39,34 +39,39 @@ def with_missing(module: nn.Module, state: Mapping[str, Any], names: Collection[
     return {**state, **kept} if kept else state
 
 
-def materialize_meta(module: nn.Module, *, initialize: bool) -> None:
+def materialize_meta(module: nn.Module, loaded: Collection[str] = ()) -> None:
     """Give parameters and buffers on the meta device memory on the CPU, module by module.
+
+    They are filled by their module's ``reset_parameters``, unless all that the module itself holds is yet to be loaded.
 
     Args:
         module: the whole module.
-        initialize: fill them by their modules' ``reset_parameters``; otherwise their values are yet to be loaded.
+        loaded: qualified names of what will be loaded.
 
     Raises:
-        ValueError: a module with parameters on the meta device cannot initialize them.
+        ValueError: a module with parameters or buffers on the meta device cannot fill them; nothing was changed.
     """
-    empty = {
-        name: child
-        for name, child in module.named_modules()
-        if any(t.is_meta for t in (*child.parameters(recurse=False), *child.buffers(recurse=False)))
-    }
-    for name, child in empty.items():
-        if initialize and not callable(getattr(child, "reset_parameters", None)):
+    empty: dict[str, nn.Module] = {}
+    to_fill: dict[str, nn.Module] = {}
+    for name, child in module.named_modules():
+        own = dict([*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)])
+        if any(tensor.is_meta for tensor in own.values()):
+            empty[name] = child
+            if not all((f"{name}.{key}" if name else key) in loaded for key in own):
+                to_fill[name] = child
+    for name, child in to_fill.items():
+        if not callable(getattr(child, "reset_parameters", None)):
             raise ValueError(
                 f"Module {name!r} ({type(child).__name__}) is on the meta device and has no reset_parameters() to fill "
-                "its weights; load them with trainer.fit(ckpt_path=...), or fill them in "
+                "its tensors; load all of them with trainer.fit(ckpt_path=...), or fill them in "
                 "LightningModule.configure_model()."
             )
-    for child in empty.values():
+    for name, child in empty.items():
         tied = {id(p): p for p in child.parameters(recurse=False)}
         child.to_empty(device="cpu", recurse=False)
         _follow_ties(module, tied, child)
-        if initialize:
-            child.reset_parameters()
+        if name in to_fill:
+            child.reset_parameters()  # type: ignore[operator]
 
 
 def _follow_ties(module: nn.Module, before: dict[int, nn.Parameter], changed: nn.Module) -> None:

@@ -81,14 +81,15 @@ def test_leftovers_of_dead_processes_go_and_those_of_living_ones_stay(tmp_path: 
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    dead = tmp_path / f".x.ckpt~{host}~{child}~0.partial"
+    dead = tmp_path / f".x.ckpt~{host}~{child}~00~0.partial"
     stay = [
-        tmp_path / f".x.ckpt~{host}~{os.getpid()}~0.partial",
-        tmp_path / f".x.ckpt~another-host~{child}~0.partial",
+        tmp_path / f".x.ckpt~{host}~{os.getpid()}~{files._token(os.getpid())}~0.partial",
+        tmp_path / f".x.ckpt~another-host~{child}~00~0.partial",
         tmp_path / ".a.partial",
         tmp_path / "x.ckpt",
     ]
-    for path in (dead, *stay):
+    earlier = tmp_path / f".x.ckpt~{host}~{os.getpid()}~00~0.partial"  # of a process that had this one's id
+    for path in (dead, earlier, *stay):
         put(path, "folder", "")
     remove_leftovers(tmp_path)
     assert {p.name for p in stay} == set(os.listdir(tmp_path))
