@@ -259,10 +259,6 @@ class Checkpoints:
 
         return [{**o, "state": {k: mapped(s) for k, s in o["state"].items()}} for o in checkpoint["optimizer_states"]]
 
-    def is_source(self, path: str | os.PathLike[str] | None) -> bool:
-        """Whether the checkpoint loaded last is the one at ``path``."""
-        return path is not None and os.fspath(path) == os.fspath(self._path)
-
     @property
     def _source(self) -> str:
         return f"Checkpoint {os.fspath(self._path)}"

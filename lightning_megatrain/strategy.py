@@ -142,6 +142,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self._gradients_untouched = False
         self._session: Session | None = None
         self._plan: Plan | None = None
+        self._resumes = False
         self._residents_fresh = False
         self._counters: dict[str, int] = {}  # of the last fit
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
@@ -458,6 +459,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self, checkpoint_path: _PATH, weights_only: bool | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         self._checkpoints.comes_from(checkpoint_path)
+        self._resumes = self._session is None  # a tuner restores what it saved in the middle of a run
         if self._writes_itself and is_local(checkpoint_path):
             return self._checkpoints.load(checkpoint_path, weights_only=weights_only)
         # Lightning 2.5 has no weights_only.
@@ -470,6 +472,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         if self._engine is None or store is None:
             self._checkpoints.load_model(module, checkpoint, strict=strict)
             return
+        if self._updater is not None:
+            self._updater.finish_updates()  # or they would write over what is loaded
         with self._engine.host_window():
             state = self._checkpoints.load_model(module, checkpoint, strict=strict)
             named = dict(module.named_parameters(remove_duplicate=False))
@@ -482,7 +486,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._updating().load_optimizer_states(self._checkpoints.optimizer_states(checkpoint))
-        if self._checkpoints.is_source(self._module().trainer.ckpt_path):  # and not what a tuner saved and restores
+        if self._resumes:
             self._updating().set_counters(self._checkpoints.resume(checkpoint))
 
     # What people ask

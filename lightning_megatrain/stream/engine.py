@@ -217,6 +217,7 @@ class Engine:
 
     def begin_backward(self) -> None:
         """A backward whose gradients are wanted is about to run."""
+        self._arrived.clear()  # of one that failed half-way
         for group in self.residents.groups:
             check_trainable(group)
         self._collecting = True

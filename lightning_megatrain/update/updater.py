@@ -342,6 +342,10 @@ class Updater:
         """
         self.worker.wait()
 
+    def finish_updates(self) -> None:
+        """Block until no update is under way, and let errors of theirs be: the state is about to be replaced."""
+        self.worker.finish()
+
     # State
 
     def counters(self) -> dict[str, int]:

@@ -51,9 +51,17 @@ class Worker:
         Raises:
             BaseException: what a task raised, once.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: not (self._open.total() if key is None else self._open[key]))
+        if key is None:
+            self.finish()
+        else:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._open[key])
         self.check()
+
+    def finish(self) -> None:
+        """Block until no task is left, without raising."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open.total())
 
     def idle(self, key: int) -> bool:
         """Whether no task for ``key`` is left, without waiting."""

@@ -8,7 +8,7 @@ import torch
 import zoo
 from fitting import MegaTrainStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from matrix import BF16, assert_like_stock, fitting, play, weights
+from matrix import BF16, EAGER, SMALL, Encoder, assert_like_stock, fitting, play, weights
 from torch import Tensor
 
 
@@ -16,7 +16,7 @@ class ByHand(zoo.Encoder):
     """The automatic loop, written out."""
 
     def __init__(self, *, every: int = 1, closure: bool = False, **kw: Any) -> None:
-        super().__init__(log_norm=False, scheduler=True, **kw)
+        super().__init__(scheduler=True, **SMALL, **kw)
         self.automatic_optimization = False
         self.every, self.closure = every, closure
 
@@ -51,20 +51,20 @@ def test_manual_optimization(arguments: dict[str, Any], update: str) -> None:
 @pytest.mark.parametrize("precision", ["32-true", *BF16])
 @pytest.mark.parametrize(
     ("arguments", "trainer"),
-    [({}, {}), ({"every": 2}, {"accumulate_grad_batches": 2}), ({"closure": True}, {})],
+    [({}, {}), ({"every": 2}, {"accumulate_grad_batches": 2})],
 )
 def test_manual_optimization_equals_automatic(
     arguments: dict[str, Any], trainer: dict[str, Any], precision: str
 ) -> None:
     """Without dropout, whose backward in bf16-mixed depends on the autocast that only a manual backward runs in."""
     by_hand = play(fitting(partial(ByHand, dropout=0.0, **arguments), samples=16), MegaTrainStrategy(), precision)
-    plain = fitting(partial(zoo.Encoder, log_norm=False, scheduler=True, dropout=0.0), samples=16, **trainer)
+    plain = fitting(partial(Encoder, scheduler=True, dropout=0.0), samples=16, **trainer)
     automatic = play(plain, MegaTrainStrategy(update="blocking", accumulate_dtype="bfloat16"), precision)
     assert torch.equal(weights(by_hand.module), weights(automatic.module))
     assert by_hand.module.losses[-1] < by_hand.module.losses[0]
 
 
-@pytest.mark.parametrize("update", ["next_forward", "in_backward"])
+@pytest.mark.parametrize("update", EAGER)
 def test_manual_optimization_refuses_a_schedule_that_owns_the_step(update: str) -> None:
     with pytest.raises(MisconfigurationException, match=r"optimizes manually; set MegaTrainStrategy\(update='block"):
         play(fitting(ByHand), MegaTrainStrategy(update=update))
@@ -110,7 +110,7 @@ def test_several_optimizers_share_a_network(together: bool) -> None:
 @pytest.mark.parametrize("precision", BF16)
 @pytest.mark.parametrize("together", [True, False])
 def test_several_optimizers_train_in_bf16(together: bool, precision: str) -> None:
-    outcome = play(fitting(partial(Halves, together), samples=40), MegaTrainStrategy(), precision)
+    outcome = play(fitting(partial(Halves, together), samples=16), MegaTrainStrategy(), precision)
     start = play(fitting(partial(Halves, together), max_steps=0), MegaTrainStrategy(), precision)
     moved = {n for n, p in outcome.module.named_parameters() if not torch.equal(p, start.module.get_parameter(n))}
     owned = ("embed.", "head.", "net.layers.0.linear", "net.layers.1.")
