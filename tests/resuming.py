@@ -1,16 +1,21 @@
 """Runs that save every five steps, stop after ten and go on in another trainer."""
 
+import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 import zoo
 from fitting import QUIET, assert_same_bits, assert_same_optimizer_bits, tokens
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+
+from lightning_megatrain import checkpoints
 
 COSINE = partial(zoo.Cosine, dropout=0.1, log_norm=False)
 
@@ -91,3 +96,33 @@ def assert_same_end(straight: tuple[zoo.Zoo, L.Trainer], resumed: tuple[zoo.Zoo,
     assert_same_optimizer_bits(trainer_a, trainer_b)
     schedulers = [[c.scheduler.state_dict() for c in t.lr_scheduler_configs] for t in (trainer_a, trainer_b)]
     assert [s["last_epoch"] for s in schedulers[0]] == [s["last_epoch"] for s in schedulers[1]]
+
+
+class Steps(L.Callback):
+    """Keeps a copy of the weights after each step."""
+
+    reads_weights = False  # what it reads is waited for by the strategy itself
+
+    def __init__(self) -> None:
+        self.states: dict[int, dict[str, Tensor]] = {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        state = trainer.strategy.lightning_module_state_dict()
+        self.states[trainer.global_step] = {name: value.cpu().clone() for name, value in state.items()}
+
+
+def write_slowly(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Make every save take its time, so that training would overtake it if it could.
+
+    Returns:
+        For each save that was finished, whether it was written beside training.
+    """
+    write, beside = checkpoints._write, []
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        time.sleep(0.05)
+        write(*args, **kwargs)
+        beside.append(threading.current_thread() is not threading.main_thread())
+
+    monkeypatch.setattr(checkpoints, "_write", slow)
+    return beside

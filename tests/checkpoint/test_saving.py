@@ -15,6 +15,7 @@ from fitting import QUIET, MegaTrainStrategy, fit, loader, stock
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from resuming import Steps, write_slowly
 from torch import Tensor
 
 from lightning_megatrain import checkpoints
@@ -59,19 +60,6 @@ def test_lightnings_own_tool_reads_the_folder(tmp_path: Path) -> None:
     assert whole["global_step"] == 2
 
 
-class Steps(L.Callback):
-    """Keeps a copy of the weights after each step."""
-
-    reads_weights = False  # what it reads is waited for by the strategy itself
-
-    def __init__(self) -> None:
-        self.states: dict[int, dict[str, Tensor]] = {}
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        state = trainer.strategy.lightning_module_state_dict()
-        self.states[trainer.global_step] = {name: value.clone() for name, value in state.items()}
-
-
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("update", SCHEDULES)
 @pytest.mark.parametrize("checkpoint_format", FORMATS)
@@ -79,18 +67,11 @@ def test_what_is_saved_beside_training_is_the_step_named(
     checkpoint_format: str, update: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer is slow, so that training would overtake it if it could."""
-    write, overlaps = checkpoints._write, []
-
-    def slow(*args: Any, **kwargs: Any) -> None:
-        time.sleep(0.05)
-        write(*args, **kwargs)
-        overlaps.append(threading.current_thread() is not threading.main_thread())
-
-    monkeypatch.setattr(checkpoints, "_write", slow)
+    beside = write_slowly(monkeypatch)
     strategy = MegaTrainStrategy(update=update, checkpoint_format=checkpoint_format, save_async=True)
     saver, steps = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1), Steps()
     fit(make, strategy, max_steps=8, precision=precision, callbacks=[steps, saver], enable_checkpointing=True)
-    assert overlaps == [True] * 4
+    assert beside == [True] * 4
     for step in (2, 4, 6, 8):
         saved = read(tmp_path / f"step={step}.ckpt")
         assert saved["global_step"] == step

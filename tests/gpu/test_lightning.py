@@ -1,7 +1,5 @@
 """The core of the Lightning matrix on a CUDA device: checkpoints, resume, modes and callbacks. Run with -m gpu."""
 
-import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,10 @@ import zoo
 from fitting import QUIET, MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, fit, loader
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from resuming import Plain, assert_same_end, resumed_run
+from resuming import Plain, Steps, assert_same_end, resumed_run, write_slowly
 from resuming import run as run_with_checkpoints
 from torch import Tensor, nn
 
-from lightning_megatrain import checkpoints
 from lightning_megatrain.checkpoint.sharded import read_sharded
 
 pytestmark = pytest.mark.gpu
@@ -65,32 +62,12 @@ def assert_same_bits_from(straight: tuple[zoo.Zoo, L.Trainer], resumed: tuple[zo
     straight[0].losses = losses
 
 
-class Steps(L.Callback):
-    """Keeps a copy of the masters after each step."""
-
-    reads_weights = False  # what it reads is waited for by the strategy itself
-
-    def __init__(self) -> None:
-        self.states: dict[int, dict[str, Tensor]] = {}
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        state = trainer.strategy.lightning_module_state_dict()
-        self.states[trainer.global_step] = {name: value.cpu().clone() for name, value in state.items()}
-
-
 @pytest.mark.parametrize("update", SCHEDULES)
 @pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_what_is_saved_beside_training_is_the_step_named(
     checkpoint_format: str, update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, beside = checkpoints._write, []
-
-    def slow(*args: Any, **kwargs: Any) -> None:
-        time.sleep(0.05)
-        write(*args, **kwargs)
-        beside.append(threading.current_thread() is not threading.main_thread())
-
-    monkeypatch.setattr(checkpoints, "_write", slow)
+    beside = write_slowly(monkeypatch)
     saver, steps = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1), Steps()
     fit(
         partial(zoo.Llama, log_norm=False),
