@@ -158,8 +158,12 @@ class StdlibBytes(L.LightningDataModule):
 
     @staticmethod
     def decode(tokens: Tensor) -> str:
-        """Turn tokens of shape (time,) into text; bytes that are no UTF-8 become replacement characters."""
-        return bytes(tokens.tolist()).decode(errors="replace")
+        """Turn tokens of shape (time,) into text; what is no byte, and bytes that are no UTF-8, become `\ufffd`.
+
+        A model may have a larger vocabulary than bytes need.
+        """
+        no_text = 0xFF
+        return bytes(token if token < 256 else no_text for token in tokens.tolist()).decode(errors="replace")
 
 
 class Windows(Dataset[dict[str, Tensor]]):

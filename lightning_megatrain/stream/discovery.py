@@ -34,7 +34,7 @@ def find_units(model: nn.Module, units: UnitSelector = "auto") -> dict[str, nn.M
         if not found:
             raise ValueError(
                 "No unit found: megatrain streams repeated blocks, and this model has no ModuleList or Sequential that "
-                "repeats a block; name the modules to stream with "
+                f"repeats a block and holds at least {_SHARE:.0%} of all parameters; name the modules to stream with "
                 "MegaTrainStrategy(units=['YourBlockClass', 'qualified.name'])."
             )
         return found

@@ -1,0 +1,108 @@
+"""`megatrain plan`: known facts about large models, remedies, and the plan of a run that really happens."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lightning_megatrain.cli.main import main
+
+H200 = ("gpu=h200", "precision=bf16_mixed", "output=json")
+
+
+@pytest.fixture
+def planned(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        assert main(["plan", *arguments]) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return run
+
+
+def test_120b_fits_one_and_a_half_terabytes_at_twelve_bytes_per_parameter(planned):
+    plan = planned("model=dense_120b", "host=server_1_5tb", *H200)
+    assert plan["fits"]
+    assert plan["host_bytes_per_parameter"] == pytest.approx(12, rel=0.01)
+    assert not planned("model=dense_120b", "host=server_1tb", *H200)["fits"]
+
+
+def test_14b_fits_256_gb_and_not_128_gb_and_the_remedy_is_named(planned):
+    assert planned("model=qwen2_5_14b", "host=workstation_256gb", *H200)["fits"]
+    small = planned("model=qwen2_5_14b", "host=workstation_128gb", *H200)
+    assert not small["fits"]
+    setting = small["remedy"].removeprefix("it would fit with ")
+    assert setting == "precision=bf16_mixed strategy.moments_dtype=bfloat16"
+    assert planned("model=qwen2_5_14b", "host=workstation_128gb", *H200, *setting.split())["fits"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "setting"),
+    [
+        (
+            ("model=qwen2_5_7b", "host=workstation_128gb", "precision=fp32", "trainer.gradient_clip_val=1"),
+            "in_backward",
+        ),
+        (("model=qwen2_5_14b", "host=workstation_64gb"), "no setting fits"),
+    ],
+)
+def test_the_smallest_change_comes_first(planned, overrides, setting):
+    plan = planned(*H200, *overrides)
+    assert not plan["fits"]
+    assert setting in plan["remedy"]
+
+
+def test_clipping_and_accumulation_choose_the_schedule(planned):
+    base = ("model=qwen2_5_7b", "host=workstation_128gb", *H200)
+    assert planned(*base)["update"] == "in_backward"
+    clipped = planned(*base, "trainer.gradient_clip_val=1")
+    assert (clipped["update"], clipped["update_because"]) == ("next_forward", "gradients are clipped")
+    assert clipped["host_bytes_per_parameter"] == pytest.approx(14, rel=0.01)
+    summed = planned(*base, "trainer.accumulate_grad_batches=4")
+    assert summed["host_bytes_per_parameter"] == pytest.approx(16, rel=0.01)
+    assert summed["tokens_per_step"] == 4 * planned(*base)["tokens_per_step"]
+
+
+def test_the_plan_of_a_run_is_the_plan_that_the_run_makes(planned, monkeypatch):
+    overrides = ["precision=bf16_mixed", "trainer.max_steps=1", "strategy.update=next_forward"]
+    plan = planned(*overrides, "host=auto", "gpu=auto", "output=json")
+    seen = []
+    from lightning_megatrain import MegaTrainStrategy
+
+    end = MegaTrainStrategy.on_train_end
+    monkeypatch.setattr(MegaTrainStrategy, "on_train_end", lambda self: (seen.append(self.plan), end(self)))
+    main(["train", *overrides, "trainer.accelerator=cpu", "trainer.limit_val_batches=1", "sample.max_new_tokens=0"])
+    assert seen[0].host == plan["host_bytes_by_item"]
+    assert seen[0].device == plan["device_bytes_by_item"]
+
+
+def test_a_sweep_ends_with_one_table(planned, capsys):
+    models, hosts = "tiny,qwen2_5_0_5b", "laptop_32gb,workstation_64gb"
+    assert main(["plan", "-m", f"model={models}", f"host={hosts}", "gpu=rtx_4090"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("megatrain plan") == 1
+    assert all(f"model={m},host={h}" in out for m in models.split(",") for h in hosts.split(","))
+
+
+def test_the_table_and_the_help(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "gpu=rtx_3090", "host=laptop_32gb"]) == 0
+    out = capsys.readouterr().out
+    for label in ("fits", "moments", "slots", "tokens/s", "binds", "billion tokens"):
+        assert label in out or label == "binds"
+    assert not list(tmp_path.iterdir())
+    assert main(["plan", "--help"]) == 0
+    assert "examples:" in capsys.readouterr().out
+
+
+def test_120b_is_planned_in_seconds_and_without_memory(tmp_path):
+    code = (
+        "import re, sys, time; from pathlib import Path; from lightning_megatrain.cli.main import main; "
+        "main(['plan', 'model=dense_120b', 'host=server_1_5tb', 'gpu=h200', 'precision=bf16_mixed']); "
+        "print(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) * 1024 < 2 * 2**30

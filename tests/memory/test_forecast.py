@@ -1,0 +1,80 @@
+"""The forecast against steps that were measured, and against limits that can be worked out by hand."""
+
+import dataclasses
+
+import pytest
+
+from lightning_megatrain.memory.forecast import Machine, Work, forecast, tokens_to_hide
+
+H200 = Machine(
+    host_bytes=124 * 2**30,
+    device_bytes=140 * 2**30,
+    dram_bytes_per_s=120e9,
+    link_bytes_per_s=55e9,
+    flops_per_s=0.53 * 989.4e12,  # eager blocks
+)
+"""As measured: tests/benchmarks/results/h200_7b.md and its hardware."""
+
+BLOCKS, HEAD, ATTENTION = 6_525_612_032, 544_997_376, 6 * 28 * 2048 * 3584
+
+
+def step_of_7b(tokens: int) -> Work:
+    """Qwen2.5-7B's shape, sequences of 2,048."""
+    return Work(
+        tokens=tokens,
+        batches=1,
+        model_flops=(6 * (BLOCKS + HEAD) + ATTENTION) * tokens,
+        block_flops=(6 * BLOCKS + ATTENTION) * tokens,
+        fetched_bytes=2 * BLOCKS,
+        pushed_bytes=2 * 7_615_616_512,
+        update_bytes=26 * 7_615_616_512,
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "tokens", "measured"),
+    [
+        ("in_backward", 8192, 2.025),
+        ("in_backward", 16384, 2.300),
+        ("in_backward", 32768, 3.923),
+        ("in_backward", 65536, 7.640),
+        ("next_forward", 8192, 2.363),
+        ("next_forward", 16384, 3.143),
+        ("next_forward", 32768, 4.646),
+        ("next_forward", 65536, 7.737),
+    ],
+)
+def test_measured_steps_are_predicted_within_fifteen_percent(schedule: str, tokens: int, measured: float) -> None:
+    predicted = forecast(step_of_7b(tokens), H200, schedule)
+    assert predicted.step == pytest.approx(measured, rel=0.15)
+    assert predicted.binds == ("compute" if tokens > 20000 or (schedule, tokens) == (None, 0) else "update")
+
+
+def test_schedules_hide_what_they_promise() -> None:
+    work = step_of_7b(65536)
+    alone = forecast(work, dataclasses.replace(H200, dram_bytes_per_s=1e15), "in_backward").step
+    update = forecast(work, H200, "blocking").update
+    assert forecast(work, H200, "blocking").step == pytest.approx(alone + update)
+    assert forecast(work, H200, "in_backward").step == pytest.approx(alone)
+    assert forecast(work, H200, "next_forward").step < alone + update
+
+
+def test_a_slow_link_binds_and_accumulation_pays_it_again() -> None:
+    slow = dataclasses.replace(H200, link_bytes_per_s=1e9)
+    one = forecast(step_of_7b(8192), slow, "in_backward")
+    assert one.binds in ("fetch", "push")
+    assert one.step == pytest.approx(one.fetch / 2 + max(one.fetch / 2, one.push))
+    four = forecast(dataclasses.replace(step_of_7b(8192), batches=4), slow, "next_forward")
+    assert four.fetch == pytest.approx(4 * one.fetch)
+    assert four.compute == pytest.approx(one.compute)
+
+
+def test_tokens_from_which_link_and_update_are_hidden() -> None:
+    for schedule in ("in_backward", "next_forward"):
+        needed = tokens_to_hide(step_of_7b(8192), H200, schedule)
+        for what, tokens in needed.items():
+            at, below = (forecast(step_of_7b(n), H200, schedule) for n in (tokens, round(0.98 * tokens)))
+            if tokens == max(needed.values()):
+                assert at.binds == "compute", what
+                assert below.step > below.compute
+    assert "link" not in tokens_to_hide(step_of_7b(8192), dataclasses.replace(H200, link_bytes_per_s=None), "blocking")
