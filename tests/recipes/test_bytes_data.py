@@ -88,6 +88,7 @@ def test_each_epoch_has_its_own_order():
 
 def test_text_survives_encoding():
     assert StdlibBytes.decode(StdlibBytes.encode("def é():")) == "def é():"
+    assert StdlibBytes.decode(torch.tensor([97, 151935, 98])) == "a\ufffdb"
 
 
 @pytest.mark.parametrize("wrong", [{"seq_len": 1}, {"vocab_size": 300}, {"batch_size": 0}, {"max_train_bytes": 10}])
