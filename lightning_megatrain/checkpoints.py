@@ -2,28 +2,30 @@
 
 import copy
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatrain.checkpoint.files import is_local, remove_leftovers, written_whole
+from lightning_megatrain.checkpoint.files import is_local, recover, remove_leftovers, written_whole
 from lightning_megatrain.checkpoint.lazy import LazyTensor, SplitSource, TensorSource, Watched, kept_in_copies
 from lightning_megatrain.checkpoint.loading import check_state_dict, materialize_meta, with_missing
 from lightning_megatrain.checkpoint.rng import random_state, set_random_state
 from lightning_megatrain.checkpoint.saver import Saver
 from lightning_megatrain.checkpoint.sharded import is_sharded, read_sharded, write_sharded
 from lightning_megatrain.checkpoint.single import FileMappings, read_single, write_single
-from lightning_megatrain.fence import who_looks_between_steps
+from lightning_megatrain.fence import who_may_write
 from lightning_megatrain.memory.host import format_bytes
 from lightning_megatrain.memory.store import Store, StoreFormat
 
@@ -60,11 +62,11 @@ class Checkpoints:
         self._beside = self._save_async
         if not self._save_async:
             return
-        obstacle = who_looks_between_steps(trainer)
-        if obstacle is not None:
-            obstacle = f"{obstacle} may change weights"
+        obstacle = who_may_write(trainer)
         if any(isinstance(c, ModelCheckpoint) and c.save_last == "link" for c in trainer.callbacks):
             obstacle = "ModelCheckpoint(save_last='link') links to a checkpoint as soon as it is begun"
+        if any(getattr(logger, "_log_model", False) for logger in trainer.loggers):
+            obstacle = "a logger uploads checkpoints as soon as they are begun"
         if obstacle is not None:
             self._beside = False
             rank_zero_info(f"megatrain: checkpoints are written before training goes on, because {obstacle}")
@@ -76,11 +78,14 @@ class Checkpoints:
             BaseException: an error of the save.
         """
         self._beside = False
+        self._random = None
         self.saver.wait()
 
     # Contents
 
-    def model_state(self, module: nn.Module, state: dict[str, Any], store: Store | None) -> dict[str, Any]:
+    def model_state(
+        self, module: nn.Module, state: dict[str, Any], store: Store | None, optimizers: Iterable[Optimizer]
+    ) -> dict[str, Any]:
         """The state of a module in which every master is exact, and without what is to be left out."""
         named = dict(module.named_parameters(remove_duplicate=False))
         if store is not None and store.format is StoreFormat.SPLIT:
@@ -91,20 +96,24 @@ class Checkpoints:
                 if key not in masters:
                     masters[key] = LazyTensor(SplitSource(*store.halves(*homes[key])))
                 state[name] = masters[key]
-        if self._exclude_frozen:
-            for name, parameter in named.items():
-                if not parameter.requires_grad:
-                    state.pop(name, None)
+        for name in self._excluded(module, optimizers):
+            state.pop(name, None)
         return state
+
+    def _excluded(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> list[str]:
+        """Names of parameters to leave out: those that do not train, and did not either."""
+        if not self._exclude_frozen:
+            return []
+        trained = {id(p) for optimizer in optimizers for p, state in optimizer.state.items() if state}
+        named = module.named_parameters(remove_duplicate=False)
+        return sorted(n for n, p in named if not p.requires_grad and id(p) not in trained)
 
     def note(self, checkpoint: dict[str, Any], trainer: Trainer, own: dict[str, Any], device: torch.device) -> None:
         """Add what a resumed run needs beyond Lightning's own state."""
         module = trainer.lightning_module
         noted: dict[str, Any] = {}
         if self._exclude_frozen:
-            noted["excluded"] = sorted(
-                n for n, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad
-            )
+            noted["excluded"] = self._excluded(module, trainer.strategy.optimizers)
         if "optimizer_states" in checkpoint:
             progress = trainer.fit_loop.epoch_loop.batch_progress
             noted |= {
@@ -134,9 +143,24 @@ class Checkpoints:
 
         Raises:
             ValueError: a sharded checkpoint was asked for on a file system that is not local.
-            BaseException: an error of the save before this one.
+            BaseException: an error of the save before this one, after this one was begun.
         """
-        self.saver.wait()
+        failed = self.saver.join()
+        try:
+            self._save(checkpoint, path, groups_of, order)
+        finally:
+            if failed is not None and sys.exc_info()[1] is None:
+                raise failed
+            if failed is not None:  # somebody rescues what can be rescued: their error counts
+                rank_zero_warn(f"The checkpoint before this one was not written: {failed!r}")
+
+    def _save(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        groups_of: Callable[[], dict[int, int]],
+        order: Mapping[int, int],
+    ) -> None:
         sharded = self._is_sharded(checkpoint)
         if not is_local(path):
             if sharded and self._format == "sharded":
@@ -152,8 +176,12 @@ class Checkpoints:
         if not self._beside:
             _write(checkpoint, target, sharded=sharded, ranks=ranks)
             return
-        snapshot = self._snapshot(checkpoint, groups_of(), order, ranks, once=not sharded)
-        self.saver.start(partial(_write, snapshot, target, sharded=sharded, ranks=ranks))
+        try:
+            snapshot = self._snapshot(checkpoint, groups_of(), order, ranks, once=not sharded)
+            self.saver.start(partial(_write, snapshot, target, sharded=sharded, ranks=ranks))
+        except BaseException:
+            self.saver.let_all_go()
+            raise
 
     def _is_sharded(self, checkpoint: dict[str, Any]) -> bool:
         if self._format != "auto":
@@ -185,17 +213,21 @@ class Checkpoints:
             ranks: filled with the rank of each watched tensor, by ``id``.
             once: a tensor under two names is read once.
         """
-        watched: dict[int, LazyTensor] = {}
+        watched: dict[Any, LazyTensor] = {}
 
         def watch(tensor: Any) -> Any:
             group = groups.get(id(tensor)) if isinstance(tensor, Tensor) and tensor.dim() else None
             if group is None:
                 return tensor
-            if not (once and id(tensor) in watched):
-                source = tensor.source if isinstance(tensor, LazyTensor) else TensorSource(tensor)
-                watched[id(tensor)] = LazyTensor(Watched(source, self.saver.hold(group)))
-                ranks[id(watched[id(tensor)])] = order[group]
-            return watched[id(tensor)]
+            lazy = isinstance(tensor, LazyTensor)
+            # Tied weights come as several tensors over the same memory.
+            place = id(tensor) if lazy else (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            key = place if once else len(watched)
+            if key not in watched:
+                source = tensor.source if lazy else TensorSource(tensor)
+                watched[key] = LazyTensor(Watched(source, self.saver.hold(group)))
+                ranks[id(watched[key])] = order[group]
+            return watched[key]
 
         state = copy.copy(checkpoint["state_dict"])
         for name, value in state.items():
@@ -206,7 +238,7 @@ class Checkpoints:
                 {**o, "state": {k: {n: watch(v) for n, v in s.items()} for k, s in o["state"].items()}}
                 for o in checkpoint["optimizer_states"]
             ]
-        with kept_in_copies():
+        with kept_in_copies({id(lazy) for lazy in watched.values()}):
             return copy.deepcopy(snapshot)
 
     # Loading
@@ -219,9 +251,11 @@ class Checkpoints:
             ValueError: it is not whole, or not a checkpoint.
         """
         self.saver.wait()
+        with suppress(OSError):  # a folder that may only be read
+            recover(Path(path).absolute())
+            remove_leftovers(Path(path).absolute().parent)
         if not os.path.exists(path):
             raise FileNotFoundError(f"Checkpoint {os.fspath(path)} does not exist.")
-        remove_leftovers(Path(path).absolute().parent)
         if is_sharded(path):
             checkpoint = read_sharded(Path(path), weights_only=weights_only)
         else:
@@ -243,7 +277,7 @@ class Checkpoints:
         mappings = FileMappings()
         state = with_missing(module, checkpoint["state_dict"], checkpoint.get(KEY, {}).get("excluded", ()))
         check_state_dict(module, state, strict=strict, source=self._source)
-        materialize_meta(module, loaded=state.keys())
+        materialize_meta(module, loaded=checkpoint["state_dict"].keys())
         values = OrderedDict((k, mappings.parts_of(v) if isinstance(v, Tensor) else v) for k, v in state.items())
         if hasattr(state, "_metadata"):
             values._metadata = state._metadata  # type: ignore[attr-defined]
@@ -267,7 +301,7 @@ class Checkpoints:
         """What is loaded next comes from ``path``."""
         self._path = path
 
-    def resume(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    def resume(self, checkpoint: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
         """A run resumes from ``checkpoint``: its random numbers will go on when training begins.
 
         Returns:
@@ -275,6 +309,8 @@ class Checkpoints:
         """
         noted: dict[str, Any] = checkpoint.get(KEY, {})
         self._random = noted if "random_state" in noted else None
+        if self._random is not None and not self._random["mid_epoch"]:
+            trainer.callbacks.insert(0, _AfterLoaders(self))
         return noted
 
     def before_loader(self, device: torch.device) -> None:
@@ -283,10 +319,27 @@ class Checkpoints:
             set_random_state(self._random["random_state"], device)
 
     def before_batches(self, device: torch.device) -> None:
-        """Training begins: in the middle of an epoch, a batch is the first thing after the save."""
-        if self._random is not None and self._random["mid_epoch"]:
+        """Training begins, and hooks for that may have drawn; the run that saved had that behind it.
+
+        In the middle of an epoch, a batch is the first thing after the save.
+        """
+        if self._random is not None:
             set_random_state(self._random["random_state"], device)
         self._random = None
+
+
+class _AfterLoaders(Callback):
+    """First to hear that training begins: notes the random numbers as the loaders left them."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note them."""
+        random = self._checkpoints._random
+        if random is not None:
+            random["random_state"] = random_state(trainer.strategy.root_device)
+        trainer.callbacks = [c for c in trainer.callbacks if c is not self]
 
 
 def groups_of_tensors(

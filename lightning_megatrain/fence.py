@@ -65,6 +65,52 @@ class Fence(Callback):
         self.drain()
 
 
+_WHILE_TRAINING = (
+    *_BETWEEN_STEPS,
+    "on_before_optimizer_step",
+    "on_before_backward",
+    "on_after_backward",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+)
+_WHILE_VALIDATING = (
+    "on_validation_start",
+    "on_validation_end",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+)
+
+
+def who_may_write(trainer: Trainer) -> str | None:
+    """Who may write weights while a checkpoint is written beside training, and how, or None.
+
+    A module is trusted to leave them alone in its hooks of validation, where many log and reset metrics.
+    """
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        return "a module that optimizes manually may change weights within a step"
+    for hook in (*_WHILE_TRAINING, "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"):
+        if overrides(module, hook):
+            return f"the module's {hook} may change weights"
+    for callback in trainer.callbacks:
+        if _is_known_harmless(callback):
+            continue
+        for hook in (*_WHILE_TRAINING, *_WHILE_VALIDATING):
+            if overrides(callback, hook):
+                return f"{type(callback).__name__}.{hook} may change weights"
+    return None
+
+
+def _is_known_harmless(callback: Callback) -> bool:
+    """Whether a callback reads and writes no weights."""
+    kind = type(callback)
+    if kind.__module__.split(".")[0] == __package__ or not getattr(callback, "reads_weights", True):
+        return True
+    return kind.__module__.startswith("lightning.") and isinstance(callback, _READ_NO_WEIGHTS)
+
+
 def who_looks_between_steps(trainer: Trainer) -> str | None:
     """Name of the first module or callback that may read or write weights between two steps, or None.
 
@@ -74,10 +120,7 @@ def who_looks_between_steps(trainer: Trainer) -> str | None:
         if overrides(trainer.lightning_module, hook):
             return f"the module's {hook}"
     for callback in trainer.callbacks:
-        own = type(callback).__module__.split(".")[0] == __package__
-        if own or not getattr(callback, "reads_weights", True):
-            continue
-        if type(callback).__module__.startswith("lightning.") and isinstance(callback, _READ_NO_WEIGHTS):
+        if _is_known_harmless(callback):
             continue
         for hook in _BETWEEN_STEPS:
             if overrides(callback, hook):

@@ -208,12 +208,18 @@ class Session:
         rank_zero_info(
             f"megatrain: {thawed} more parameters train from now on, in {len(changed)} units or other groups"
         )
-        self.plan = plan
         self.engine.close()
-        for group in new.values():
-            self.store.relay(group)
-        self.updater.relay(new.values())
-        self._engine = self._make_engine()
+        self._engine = None  # its device memory goes before the next one's comes
+        try:
+            for group in new.values():
+                self.store.relay(group)
+                self.store.show(group)
+            self.updater.relay(new.values())
+            self._engine = self._make_engine()
+        except BaseException:
+            self.close()
+            raise
+        self.plan = plan
 
     def close(self) -> None:
         """Make the module ordinary again: fp32 parameters on the CPU, no hooks, no threads."""

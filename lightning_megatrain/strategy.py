@@ -1,7 +1,7 @@
 """The Lightning strategy: Lightning's order of calls on one side, the engine and the updater on the other."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -236,6 +236,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self.precision_plugin.clip_by_norm = self._clip_by_norm
         if session.updater is not None:
             session.updater.before_update = self._checkpoints.saver.wait_read
+            session.store.before_write = self._checkpoints.saver.wait_read
             announce_copies(trainer, self.precision_plugin.store_format)
             self._gradients_untouched = gradients_stay_untouched(trainer)
             self._raise_fence(trainer, session.schedule)
@@ -394,11 +395,10 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state with exact masters: fp32, or bf16 for ``bf16-true``. They are read when they are used."""
-        if self._engine is None:
-            return self._checkpoints.model_state(self._module(), super().lightning_module_state_dict(), None)
         self._require_whole()
-        with self._engine.host_window():
-            return self._checkpoints.model_state(self._module(), super().lightning_module_state_dict(), self._store)
+        with nullcontext() if self._engine is None else self._engine.host_window():
+            state = super().lightning_module_state_dict()
+            return self._checkpoints.model_state(self._module(), state, self._store, self.optimizers)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -425,8 +425,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
                 checkpoint, filepath, groups_of=lambda: self._groups_of_tensors(checkpoint), order=self._order()
             )
         else:
-            whole = tree_map_only(LazyTensor, LazyTensor.materialize, checkpoint["state_dict"])
-            super().save_checkpoint({**checkpoint, "state_dict": whole}, filepath, storage_options)
+            whole = tree_map_only(LazyTensor, LazyTensor.materialize, checkpoint)
+            super().save_checkpoint(whole, filepath, storage_options)
 
     def _groups_of_tensors(self, checkpoint: Mapping[str, Any]) -> dict[int, int]:
         if self._store is None:  # after a fit nothing changes them
@@ -487,7 +487,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._updating().load_optimizer_states(self._checkpoints.optimizer_states(checkpoint))
         if self._resumes:
-            self._updating().set_counters(self._checkpoints.resume(checkpoint))
+            self._updating().set_counters(self._checkpoints.resume(checkpoint, self._module().trainer))
 
     # What people ask
 

@@ -32,6 +32,7 @@ def written_whole(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent)
+    recover(path)
     partial = _partial_of(path)
     try:
         yield partial
@@ -55,16 +56,38 @@ def remove_leftovers(folder: Path) -> None:
     """Remove what processes of this machine that are gone left half-written in ``folder``, if that may be written."""
     for entry in folder.glob(f".*{_SUFFIX}"):
         with contextlib.suppress(ValueError, OSError):
-            *_, host, pid, token, _count = entry.name.removesuffix(_SUFFIX).rsplit("~", 4)
+            host, pid, token, _count = entry.name[1:].removesuffix(_SUFFIX).split("~")
             own = os.getpid()
             gone = token != _token(own) if int(pid) == own else not _alive(int(pid))
-            if host == platform.node() and gone:
+            if host == _host() and gone:
                 _delete(entry)
 
 
 def _partial_of(path: Path) -> Path:
     pid = os.getpid()
-    return path.parent / f".{path.name}~{platform.node()}~{pid}~{_token(pid)}~{next(_counter)}{_SUFFIX}"
+    # Not made of the path's own name: that may be as long as names can be, and programs look for names with a part.
+    return path.parent / f".{_host()}~{pid}~{_token(pid)}~{next(_counter)}{_SUFFIX}"
+
+
+def _host() -> str:
+    """This machine and, for containers that share its name, the namespace in which process ids count."""
+    with contextlib.suppress(OSError):
+        return f"{platform.node()}-{''.join(c for c in os.readlink('/proc/self/ns/pid') if c.isdigit())}"
+    return platform.node()
+
+
+def recover(path: Path) -> None:
+    """Finish, or take back, a replacement of ``path`` during which its process was killed."""
+    old = _replaced(path)
+    if os.path.lexists(old):
+        if os.path.lexists(path):
+            _delete(old)
+        else:
+            old.rename(path)
+
+
+def _replaced(path: Path) -> Path:
+    return path.parent / f"{path.name}.replaced"
 
 
 @functools.cache
@@ -91,11 +114,10 @@ def _put_in_place(new: Path, path: Path) -> None:
     elif not os.path.lexists(path):
         new.rename(path)
     elif not _exchange(new, path):
-        # No file system call swaps them here: for a moment there is nothing at `path`, and both are beside it.
-        old = _partial_of(path)
-        path.rename(old)
+        # No call swaps them on this file system: for a moment there is nothing at `path`, which `recover` puts right.
+        path.rename(_replaced(path))
         new.rename(path)
-        _delete(old)
+        _delete(_replaced(path))
 
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -127,6 +149,9 @@ def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):  # file systems that sync no folders
+            raise
     finally:
         os.close(descriptor)
 

@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import mmap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -140,8 +140,22 @@ class LazyTensor(Tensor):
                 return func(*args, **kwargs)
         if func is Tensor.detach:
             return args[0]
-        if func is Tensor.copy_ and not isinstance(args[0], LazyTensor) and args[0].shape == args[1].shape:
-            return _copy_in_parts(args[0], args[1])
+        if func is Tensor.copy_ and not isinstance(args[0], LazyTensor):
+            source = args[1] if len(args) > 1 else kwargs["other"]
+            if args[0].shape == source.shape:
+                return _copy_in_parts(args[0], source)
+        name = getattr(func, "__name__", "")
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if (writes and isinstance(args[0], LazyTensor)) or isinstance(kwargs.get("out"), LazyTensor):
+            raise RuntimeError(
+                f"{name}() would change a tensor of a checkpoint that is read when it is used; clone() it and put the "
+                "clone in its place."
+            )
+        if func in _MEMORY:
+            raise RuntimeError(
+                f"{name}() asks for the memory of a tensor of a checkpoint that is read when it is used and has none; "
+                "clone() it."
+            )
         args, kwargs = tree_map_only(LazyTensor, LazyTensor.materialize, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -159,8 +173,8 @@ class LazyTensor(Tensor):
         return (self.materialize() if stand_in is None else stand_in(self)).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """An ordinary tensor, except inside :func:`kept_in_copies`."""
-        return self if _kept.get() else self.materialize()
+        """An ordinary tensor, except where :func:`kept_in_copies` says otherwise."""
+        return self if id(self) in _kept.get() else self.materialize()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Its form only."""
@@ -201,6 +215,9 @@ _FORM = {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.element_size, Tensor.is_floating_point,
     Tensor.is_complex, Tensor.is_contiguous, Tensor.nelement, Tensor.ndimension, Tensor.__len__,
 }  # fmt: skip
+
+
+_MEMORY = {Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.storage_offset}
 
 
 def chunk_of(shape: torch.Size, rows: slice) -> ChunkStorageMetadata:
@@ -244,7 +261,7 @@ def _copy_in_parts(target: Tensor, lazy: LazyTensor) -> Tensor:
 _stand_ins: contextvars.ContextVar[Callable[[LazyTensor], Tensor] | None] = contextvars.ContextVar(
     "stand_ins", default=None
 )
-_kept: contextvars.ContextVar[bool] = contextvars.ContextVar("kept", default=False)
+_kept: contextvars.ContextVar[Collection[int]] = contextvars.ContextVar("kept", default=())
 
 
 @contextlib.contextmanager
@@ -258,9 +275,9 @@ def pickled_as(stand_in: Callable[[LazyTensor], Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def kept_in_copies() -> Iterator[None]:
-    """Inside, a deep copy of a lazy tensor is that tensor."""
-    token = _kept.set(True)
+def kept_in_copies(ids: Collection[int]) -> Iterator[None]:
+    """Inside, a deep copy of a lazy tensor with one of these ``id`` is that tensor."""
+    token = _kept.set(ids)
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -24,19 +25,35 @@ def check_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: boo
     Raises:
         RuntimeError: names what is missing, unexpected, or of another shape.
     """
+    hollow = OrderedDict(
+        (k, torch.empty(v.shape, dtype=v.dtype, device="meta") if _is_dense(v) else v) for k, v in state.items()
+    )
+    if hasattr(state, "_metadata"):
+        hollow._metadata = state._metadata  # type: ignore[attr-defined]
     with _without_memory(module), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
         try:
-            module.load_state_dict(state, strict=strict)
-        except RuntimeError as error:
-            raise RuntimeError(f"{source} belongs to another model, so nothing was loaded. {error}") from error
+            module.load_state_dict(hollow, strict=strict)
+        except Exception as error:
+            # Loading code of the module's own may need values and fail without: that says nothing about the state.
+            if str(error).startswith("Error(s) in loading state_dict") and "an exception occurred" not in str(error):
+                raise RuntimeError(f"{source} belongs to another model, so nothing was loaded. {error}") from error
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized
 
 
 def with_missing(module: nn.Module, state: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
     """``state``, in which parameters that a checkpoint left out on purpose keep the values they have."""
     own = dict(module.named_parameters(remove_duplicate=False))
-    kept = {name: own[name].detach() for name in names if name in own and name not in state}
-    return {**state, **kept} if kept else state
+    kept = {n: own[n].detach() for n in names if n in own and n not in state and not own[n].is_meta}
+    if not kept:
+        return state
+    whole = OrderedDict({**state, **kept})
+    if hasattr(state, "_metadata"):
+        whole._metadata = state._metadata  # type: ignore[attr-defined]
+    return whole
 
 
 def materialize_meta(module: nn.Module, loaded: Collection[str] = ()) -> None:
@@ -68,10 +85,14 @@ def materialize_meta(module: nn.Module, loaded: Collection[str] = ()) -> None:
             )
     for name, child in empty.items():
         tied = {id(p): p for p in child.parameters(recurse=False)}
+        own = dict([*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)])
+        real = {key: tensor.detach() for key, tensor in own.items() if not tensor.is_meta}
         child.to_empty(device="cpu", recurse=False)
         _follow_ties(module, tied, child)
         if name in to_fill:
             child.reset_parameters()  # type: ignore[operator]
+        for key, value in real.items():
+            getattr(child, key).data = value
 
 
 def _follow_ties(module: nn.Module, before: dict[int, nn.Parameter], changed: nn.Module) -> None:

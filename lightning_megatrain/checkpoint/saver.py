@@ -12,8 +12,7 @@ class Saver:
     """One checkpoint at a time is written on a thread of its own.
 
     Group by group, training is held back until the group's bytes were read (:meth:`wait_read`), so what is written is
-    the state of the step at which the save began. An error of the thread is raised once, by the next call of
-    :meth:`wait`, :meth:`start` or :meth:`remove`.
+    the state of the step at which the save began. An error of the thread is handed over once, by :meth:`join`.
     """
 
     def __init__(self) -> None:
@@ -43,11 +42,32 @@ class Saver:
         self._thread = threading.Thread(target=self._run, args=(write,), name="megatrain-save")
         self._thread.start()
 
-    def wait_read(self, group: int) -> None:
-        """Block until nothing of ``group`` is still to be read."""
-        if self._unread[group] > 0:
-            with self._changed:
-                self._changed.wait_for(lambda: self._unread[group] <= 0)
+    def let_all_go(self) -> None:
+        """Nothing will be read any more."""
+        with self._changed:
+            self._unread.clear()
+            self._changed.notify_all()
+
+    def wait_read(self, group: int | None = None) -> None:
+        """Block until nothing of ``group`` (None: of any) is still to be read."""
+
+        def unread() -> bool:
+            return self._unread[group] > 0 if group is not None else any(n > 0 for n in self._unread.values())
+
+        with self._changed:
+            self._changed.wait_for(lambda: not unread())
+
+    def join(self) -> BaseException | None:
+        """Block until no checkpoint is being written.
+
+        Returns:
+            What the thread raised, once.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        return error
 
     def wait(self) -> None:
         """Block until no checkpoint is being written.
@@ -55,12 +75,7 @@ class Saver:
         Raises:
             BaseException: what the thread raised, once.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-            with self._changed:
-                self._unread.clear()
-        error, self._error = self._error, None
+        error = self.join()
         if error is not None:
             raise error
 
@@ -79,11 +94,12 @@ class Saver:
             write()
         except BaseException as error:
             self._error = error
+        self.let_all_go()  # after an error nobody will read what is left
         with self._changed:
-            self._unread.clear()  # after an error nobody will read what is left
-            self._changed.notify_all()
             self._writing = False
             removals, self._removals = self._removals, []
-        if self._error is None:
-            for path in removals:
+        try:
+            for path in removals if self._error is None else ():
                 remove_whole(path)
+        except BaseException as error:
+            self._error = error

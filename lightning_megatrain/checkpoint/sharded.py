@@ -34,6 +34,9 @@ META_FILE = "meta.pt"
 """Everything that is no large tensor, as ``torch.save`` writes it."""
 
 _INDEX_FILE = ".metadata"
+
+# There is one process, as torch guesses and warns. Once and for all: `catch_warnings` would be felt by other threads.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 _MODEL, _OPTIMIZER = "model", "optimizer_"
 
 
@@ -72,7 +75,6 @@ def write_sharded(
         folder: where to; made durable file by file.
         order: tensors with a lower value are written first.
     """
-    _expect_one_process()
     tensors, rest = _take_apart(checkpoint)
     folder.mkdir()
     write_single(rest, folder / META_FILE)
@@ -92,7 +94,6 @@ def read_sharded(folder: Path, *, weights_only: bool | None) -> dict[str, Any]:
         ValueError: the folder holds no such checkpoint, or a part of it is missing or cut short.
         pickle.UnpicklingError: the checkpoint holds objects that ``weights_only=True`` refuses.
     """
-    _expect_one_process()
     for name in (_INDEX_FILE, META_FILE):
         if not (folder / name).is_file():
             raise ValueError(
@@ -108,17 +109,14 @@ def read_sharded(folder: Path, *, weights_only: bool | None) -> dict[str, Any]:
         if not isinstance(stored, TensorStorageMetadata):
             raise ValueError(f"{folder} holds {name!r} in a form that this strategy did not write.")
         at: Any = found
-        *path, last = (metadata.planner_data or {})[name]
+        if name not in (metadata.planner_data or {}):
+            raise ValueError(f"{folder} does not say where {name!r} belongs, so this strategy did not write it.")
+        *path, last = metadata.planner_data[name]
         for step in path:
             at = at.setdefault(step, {})
         at[last] = LazyTensor(_Stored(reader, name, stored))
     _put_together(checkpoint, found)
     return checkpoint
-
-
-def _expect_one_process() -> None:
-    # Not `catch_warnings`, which other threads would feel.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:

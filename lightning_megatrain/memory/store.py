@@ -1,6 +1,6 @@
 """The host home of all weights: one store per model, the only code that knows how a master is kept."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
@@ -74,6 +74,8 @@ class Store:
         self.versions = [0] * len(self.groups)
         self._pin = pin
         self._homes: list[_Home] = []
+        self.before_write: Callable[[], None] = lambda: None
+        """Called before values that were assigned to parameters are taken over; may wait."""
 
     @property
     def nbytes(self) -> int:
@@ -105,18 +107,18 @@ class Store:
         except BaseException:
             self._homes.pop().close()
             raise
-        self._show(group)
+        self.show(group)
 
-    def _show(self, group: Group) -> None:
+    def show(self, group: Group) -> None:
         """Make the parameters' data the host's wire."""
         for parameter, view in zip(group.parameters, self.host_views(group.index), strict=True):
             parameter.data = view
 
     def relay(self, group: Group) -> None:
-        """Keep a group in another layout, bit for bit; the parameters' data are at rest.
+        """Keep a group in other memory, bit for bit; :meth:`show` its parameters' data afterwards.
 
         Args:
-            group: the group of that index with the same parameters in another order.
+            group: the group of that index, with the same parameters in the same or another order.
         """
         before, old = self.groups[group.index], self._homes[group.index]
         new = _Home(group, self.format, pin=self._pin)
@@ -129,7 +131,6 @@ class Store:
         self.groups = (*self.groups[: group.index], group, *self.groups[group.index + 1 :])
         self._homes[group.index] = new
         self.versions[group.index] += 1
-        self._show(group)
         old.close()
 
     def take_assigned(self) -> None:
@@ -138,17 +139,33 @@ class Store:
         Raises:
             ValueError: a value has another shape.
         """
+        assigned: list[tuple[Group, int, Tensor]] = []
         for group in self.groups:
             for index, (parameter, view) in enumerate(zip(group.parameters, self.host_views(group.index), strict=True)):
-                if parameter.data_ptr() != view.data_ptr():
+                if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
                     if parameter.shape != view.shape:
                         raise ValueError(
                             f"Parameter {group.layout.entries[index].name!r} was given data of shape "
                             f"{tuple(parameter.shape)} instead of {tuple(view.shape)} during training; give it the "
                             "same shape, or replace it before fit()."
                         )
-                    self.write_master(group.index, index, parameter.data)
-                    parameter.data = view
+                    assigned.append((group, index, parameter.data))
+        if not assigned:
+            return
+        self.before_write()
+        # Some may be other parameters' memory, which is about to be written (a swap).
+        ours = {view.data_ptr() for home in self._homes for view in home.views}
+        values = [value.clone() if value.data_ptr() in ours else value for _, _, value in assigned]
+        for (group, index, _), value in zip(assigned, values, strict=True):
+            # Whoever kept the old `data` (a backup to be put back) keeps its memory; the group moves to another.
+            if _others_hold(self.host_views(group.index)[index]):
+                self.relay(group)
+            if value.dtype == self.format.wire_dtype:
+                self.write_wire(group.index, index, value)
+            else:
+                self.write_master(group.index, index, value)
+        for group in {group.index: group for group, _, _ in assigned}.values():
+            self.show(group)
 
     def wire(self, group: int) -> Tensor:
         """Flat wire bytes of a group, ``[layout.numel]`` in the wire dtype."""
@@ -184,6 +201,15 @@ class Store:
             split_master_(value.detach().to(torch.float32).contiguous().view(-1), view.view(-1), low)
         else:
             view.copy_(value.detach())
+        self.versions[group] += 1
+
+    def write_wire(self, group: int, index: int, value: Tensor) -> None:
+        """Set one parameter's wire from ``value`` in its dtype, as somebody does who writes to the parameter itself.
+
+        The lower halves stay: where the wire is what it was, so is the master.
+        """
+        self.before_write()
+        self.host_views(group)[index].copy_(value.detach())
         self.versions[group] += 1
 
     def release(self) -> None:
@@ -241,6 +267,13 @@ class Moments:
     def views(self, group: int, index: int) -> tuple[Tensor, Tensor]:
         """First and second moment of one trainable parameter, in its shape."""
         return self._groups[group].views[index]
+
+
+def _others_hold(view: Tensor) -> bool:
+    """Whether a tensor besides ``view`` itself shares its storage."""
+    use_count = getattr(torch._C, "_storage_Use_Count", None)
+    # Besides ours there is the reference that asking creates.
+    return use_count is None or use_count(view.untyped_storage()._cdata) > 2
 
 
 def _check_adoptable(name: str, parameter: Tensor) -> None:

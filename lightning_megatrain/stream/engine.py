@@ -3,6 +3,7 @@
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -84,7 +85,8 @@ class Engine:
         self.streams = streams
         self.sink = sink
         self.units = [
-            Unit(group, module, store.host_views(group.index)) for group, module in zip(groups, modules, strict=False)
+            Unit(group, module, partial(store.host_views, group.index))
+            for group, module in zip(groups, modules, strict=False)
         ]
         self.residents = Residents(groups, store, streams)
         self._prefetch_depth = prefetch
@@ -101,6 +103,7 @@ class Engine:
         self._orders = {True: UseOrder(), False: UseOrder()}
         self._recent: deque[int] = deque(maxlen=max(1, prefetch))
         self._in_step = False
+        self._bound_count = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._arrived: dict[int, int] = {}  # resident group: gradients autograd has made in this backward
         self._install(model, groups)
@@ -116,7 +119,9 @@ class Engine:
         # what is written to them must not be lost. Plain functions: deep-copying a module copies its hooks, and a bound
         # method would take the engine along.
         def lend(module: nn.Module, args: Any) -> None:
-            if not self.residents.on_device:
+            if self._in_step:
+                self._need_residents()
+            elif not self.residents.on_device:
                 self._take_assigned()
                 self._wait_for_residents()
                 self.residents.lend(module)
@@ -181,8 +186,14 @@ class Engine:
 
     def _take_assigned(self) -> None:
         """Where the parameters' data are the host's: take over what somebody assigned to them."""
-        if not (self._in_step or self.residents.on_device or self.residents.lent):
+        if not (self._in_step or self.residents.on_device or self.residents.lent or self._bound_count):
             self.store.take_assigned()
+
+    def _need_residents(self) -> None:
+        """Within a step, after :meth:`host_window`: take over what was written meanwhile, and go on."""
+        if not self.residents.on_device:
+            self.store.take_assigned()
+            self._bring_residents()
 
     def _bring_residents(self, *, upload: bool = True) -> None:
         if not self.residents.on_device:
@@ -203,21 +214,21 @@ class Engine:
 
     @contextlib.contextmanager
     def host_window(self) -> Iterator[None]:
-        """Within a step: let code meet the host's weights for a while, and see what it changed afterwards."""
+        """Let code meet the host's weights, until the next forward if within a step, and see what it changes."""
         inside = self._in_step
         self.end_step()
         self._take_assigned()
         try:
             yield
         finally:
-            self._take_assigned()
-            if inside:
-                self._in_step = True
-                self._bring_residents()
+            # Residents stay on the host until a module needs them: code that follows may write weights.
+            self._in_step = inside
 
     def begin_backward(self) -> None:
         """A backward whose gradients are wanted is about to run."""
         self._arrived.clear()  # of one that failed half-way
+        if self._in_step:
+            self._need_residents()
         for group in self.residents.groups:
             check_trainable(group)
         self._collecting = True
@@ -246,7 +257,10 @@ class Engine:
 
     def use(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a unit's ``forward`` does while it is streamed: same arguments, same result."""
-        self._take_assigned()
+        if self._in_step:
+            self._need_residents()
+        else:
+            self._take_assigned()
         if not torch.is_grad_enabled():
             return self._use_without_gradients(unit, args, kwargs)
         check_trainable(unit.group)
@@ -408,9 +422,11 @@ class Engine:
                 self._fetch(following)
         self.streams.compute_after(slot.filled.done)
         unit.bind(slot.views_of(unit.group))
+        self._bound_count += 1
         try:
             yield slot
         finally:
+            self._bound_count -= 1
             unit.unbind()
             slot.released = self.streams.record()
             slot.users -= 1

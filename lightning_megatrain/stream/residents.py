@@ -28,6 +28,7 @@ class Residents:
         self._views = [g.layout.views(flat) for g, flat in zip(self.groups, self._flat, strict=True)]
         self.on_device = False
         self.lent = 0  # modules that have device copies outside a step
+        self._versions: dict[int, int] = {}  # of the parameters, when their data became the device's
         self._released = Event()
 
     @property
@@ -49,6 +50,7 @@ class Residents:
         for group, views in zip(self.groups, self._views, strict=True):
             for parameter, view in zip(group.parameters, views, strict=True):
                 parameter.data = view
+                self._versions[id(parameter)] = parameter._version
         self.on_device = True
 
     def to_host(self) -> None:
@@ -57,9 +59,12 @@ class Residents:
         if not self.on_device:
             return
         self._released = self._streams.record()
-        for group in self.groups:
-            for parameter, view in zip(group.parameters, self._store.host_views(group.index), strict=True):
-                parameter.data = view
+        for group, on_device in zip(self.groups, self._views, strict=True):
+            for index, parameter in enumerate(group.parameters):
+                version, moved = self._versions[id(parameter)], parameter.data_ptr() != on_device[index].data_ptr()
+                if moved or parameter._version != version:  # somebody wrote to the device's copy
+                    self._store.write_wire(group.index, index, parameter.data)
+            self._store.show(group)
         self.on_device = False
 
     def lend(self, module: nn.Module) -> None:

@@ -21,10 +21,10 @@ class Unit:
     Args:
         group: its parameters and their layout; may be empty when all of them are shared with other modules.
         module: the module itself.
-        host_views: what ``parameter.data`` is at rest, in layout order.
+        host_views: gives what ``parameter.data`` is at rest, in layout order.
     """
 
-    def __init__(self, group: Group, module: nn.Module, host_views: Sequence[Tensor]) -> None:
+    def __init__(self, group: Group, module: nn.Module, host_views: Callable[[], Sequence[Tensor]]) -> None:
         self.group = group
         self.module = module
         self.forward: Callable[..., Any] = module.forward
@@ -48,7 +48,7 @@ class Unit:
 
     def unbind(self) -> None:
         """Put the host views back."""
-        self.bind(self._host_views)
+        self.bind(self._host_views())
 
     def training_flags(self) -> tuple[bool, ...]:
         """``training`` of every module inside."""

@@ -257,6 +257,13 @@ def check_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
             "run that saved it."
         )
     for key, parameter in _by_id(optimizer, saved).items():
+        state = saved["state"].get(key)
+        missing = [n for n in ("step", "exp_avg", "exp_avg_sq") if state and n not in state]
+        if missing and is_adam(optimizer):
+            raise ValueError(
+                f"The checkpoint's optimizer state has no {missing[0]!r}, which {type(optimizer).__name__} needs; "
+                "nothing of it was loaded, so configure the optimizer as in the run that saved it."
+            )
         for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
             value = saved["state"].get(key, {}).get(name)
             if isinstance(value, Tensor) and value.shape != parameter.shape:

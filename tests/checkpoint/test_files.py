@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_megatrain.checkpoint import files
-from lightning_megatrain.checkpoint.files import remove_leftovers, remove_whole, written_whole
+from lightning_megatrain.checkpoint.files import recover, remove_leftovers, remove_whole, written_whole
 
 
 def put(path: Path, kind: str, text: str) -> None:
@@ -76,20 +76,68 @@ def test_removal_is_one_step(kind: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_leftovers_of_dead_processes_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:
-    host = files.platform.node()
+    host = files._host()
     child = os.fork()
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    dead = tmp_path / f".x.ckpt~{host}~{child}~00~0.partial"
+    dead = tmp_path / f".{host}~{child}~00~0.partial"
+    earlier = tmp_path / f".{host}~{os.getpid()}~00~0.partial"  # of a process that had this one's id
     stay = [
-        tmp_path / f".x.ckpt~{host}~{os.getpid()}~{files._token(os.getpid())}~0.partial",
-        tmp_path / f".x.ckpt~another-host~{child}~00~0.partial",
+        tmp_path / f".{host}~{os.getpid()}~{files._token(os.getpid())}~0.partial",
+        tmp_path / f".another-host~{child}~00~0.partial",
         tmp_path / ".a.partial",
         tmp_path / "x.ckpt",
     ]
-    earlier = tmp_path / f".x.ckpt~{host}~{os.getpid()}~00~0.partial"  # of a process that had this one's id
     for path in (dead, earlier, *stay):
         put(path, "folder", "")
     remove_leftovers(tmp_path)
     assert {p.name for p in stay} == set(os.listdir(tmp_path))
+
+
+def test_the_name_in_between_is_not_made_of_the_real_one(tmp_path: Path) -> None:
+    """Programs look for names that contain another (`hpc_ckpt_2.ckpt`), and names may be as long as they can be."""
+    target = tmp_path / ("hpc_ckpt_2" + "x" * 240 + ".ckpt")
+    with written_whole(target) as partial:
+        assert "hpc" not in partial.name
+        put(partial, "file", "new")
+    assert get(target) == "new"
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+@pytest.mark.parametrize("killed_after", ["the old one was moved", "the new one was moved"])
+def test_a_replacement_that_was_killed_is_finished_or_taken_back(
+    killed_after: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the file system cannot swap names, there is a moment with nothing under the real one."""
+
+    class Killed(BaseException):
+        pass
+
+    target = tmp_path / "x.ckpt"
+    put(target, "folder", "old")
+    monkeypatch.setattr(files, "_exchange", lambda a, b: False)
+    rename, done = Path.rename, []
+
+    def dies(self: Path, to: Path) -> Path:
+        if len(done) == (1 if killed_after == "the old one was moved" else 2):
+            raise Killed
+        done.append(to)
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", dies)
+    delete = files._delete
+    monkeypatch.setattr(files, "_delete", lambda path: None)
+    if killed_after == "the new one was moved":
+        monkeypatch.setattr(files, "_sync", lambda path: None)
+        with written_whole(target) as partial:
+            put(partial, kind, "new")
+    else:
+        with pytest.raises(Killed), written_whole(target) as partial:
+            put(partial, kind, "new")
+    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(files, "_delete", delete)
+    remove_leftovers(tmp_path)
+    recover(target)
+    assert get(target) == ("old" if killed_after == "the old one was moved" else "new")
+    assert not (tmp_path / "x.ckpt.replaced").exists()

@@ -101,6 +101,30 @@ def test_the_single_file_is_what_torch_writes(tmp_path: Any) -> None:
     assert loaded["e"].shape == (0, 3)
 
 
+def test_what_cannot_work_says_what_to_do() -> None:
+    """A write would be lost with the tensor read for it, and so would its memory."""
+    lazy = LazyTensor(TensorSource(torch.randn(30, 3)))
+    writes: list[Any] = [
+        lambda: lazy.zero_(),
+        lambda: lazy.mul_(2),
+        lambda: lazy.__setitem__(0, 1.0),
+        lambda: torch.add(lazy, 1, out=lazy),
+        lambda: torch.nn.init.ones_(lazy),
+        lambda: lazy.copy_(torch.zeros(30, 3)),
+        lambda: torch.nn.Parameter(lazy),
+    ]
+    for write in writes:
+        with pytest.raises(RuntimeError, match=r"clone\(\) it and put the clone in its place"):
+            write()
+    for ask in (lazy.data_ptr, lazy.untyped_storage):
+        with pytest.raises(RuntimeError, match=r"clone\(\) it"):
+            ask()
+    target = torch.zeros(30, 3)
+    target.copy_(other=lazy)
+    assert torch.equal(target, lazy.clone())
+    assert torch.nn.Parameter(lazy.clone()).requires_grad
+
+
 def test_hollow_tensors_take_no_memory() -> None:
     before = _resident()
     tensors = [hollow(torch.Size((2**28,)), torch.float32) for _ in range(64)]  # 64 GiB of addresses

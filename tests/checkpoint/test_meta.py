@@ -10,6 +10,8 @@ import zoo
 from fitting import QUIET, MegaTrainStrategy, fit, loader
 from torch import Tensor, nn
 
+from lightning_megatrain.checkpoint.loading import materialize_meta
+
 
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
@@ -84,3 +86,22 @@ def test_empty_init_then_a_checkpoint(tmp_path: Path) -> None:
     again.fit(empty, loader(), ckpt_path=tmp_path / "x.ckpt", weights_only=True)
     for name, value in module.state_dict().items():
         assert torch.equal(value, empty.state_dict()[name]), name
+
+
+def test_what_is_real_in_a_module_that_is_partly_on_the_meta_device_stays() -> None:
+    class Half(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            with torch.no_grad():
+                self.weight.fill_(3.0)
+            self.register_buffer("table", torch.ones(2, device="meta"))
+
+        def reset_parameters(self) -> None:
+            super().reset_parameters()
+            if hasattr(self, "table"):
+                self.table.fill_(7.0)
+
+    module = nn.Sequential(Half())
+    materialize_meta(module)
+    assert (module[0].weight == 3).all()
+    assert (module[0].table == 7).all()

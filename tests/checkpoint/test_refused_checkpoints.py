@@ -125,3 +125,22 @@ def test_another_optimizer(saved: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match=r"parameter groups of \[.*\] parameters where AdamW has \[.*\]; nothing"):
         trainer.fit(module, loader(), ckpt_path=saved["ckpt"], weights_only=True)
     assert not trainer.optimizers[0].state
+
+
+class Sgd(zoo.Encoder):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Adam(zoo.Encoder):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def test_the_state_of_another_kind_of_optimizer(tmp_path: Path) -> None:
+    _, trainer = fit(partial(Sgd, layers=2, log_norm=False), MegaTrainStrategy(), max_steps=1)
+    trainer.save_checkpoint(tmp_path / "sgd.ckpt")
+    again = L.Trainer(strategy=MegaTrainStrategy(), accelerator="cpu", devices=1, max_steps=2, **QUIET)
+    with pytest.raises(ValueError, match=r"has no 'step', which AdamW needs; nothing of it was loaded"):
+        again.fit(Adam(layers=2, log_norm=False), loader(), ckpt_path=tmp_path / "sgd.ckpt", weights_only=True)
+    assert "momentum" not in again.optimizers[0].param_groups[0]

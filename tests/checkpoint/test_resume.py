@@ -4,10 +4,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import zoo
-from fitting import MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, loader, stock, tokens
+from fitting import QUIET, MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, loader, stock, tokens
 from resuming import Plain, Resumable, assert_same_end, resumed_run, run
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -110,3 +111,71 @@ def test_skipped_steps_are_counted_on(tmp_path: Path) -> None:
     second = MegaTrainStrategy(nonfinite="skip")
     run(second, tmp_path / "second", steps=10, ckpt_path=tmp_path / "step=5.ckpt", **arguments)
     assert second.skipped_steps == 2
+
+
+class Draws(L.Callback):
+    """Uses random numbers when training begins, which the straight run did once."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        torch.rand(7)
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_hooks_that_draw_when_training_begins(shuffled: bool, tmp_path: Path) -> None:
+    data = (lambda: DataLoader(tokens(20), batch_size=4, shuffle=True)) if shuffled else Resumable
+    straight = run(MegaTrainStrategy(), tmp_path / "straight", data=data, callbacks=[Draws()])
+    resumed = resumed_run(MegaTrainStrategy(), MegaTrainStrategy(), tmp_path, data=data, callbacks=[Draws()])
+    assert_same_end(straight, resumed)
+
+
+def test_a_resume_without_training_leaves_random_numbers_alone(tmp_path: Path) -> None:
+    module, _ = run(MegaTrainStrategy(), tmp_path, steps=5)
+    again = L.Trainer(strategy=MegaTrainStrategy(), accelerator="cpu", devices=1, max_steps=5, **QUIET)
+    again.fit(module, Resumable(), ckpt_path=tmp_path / "step=5.ckpt", weights_only=True)
+    torch.manual_seed(4)
+    expected = torch.rand(3)
+    torch.manual_seed(4)
+    again.validate(module, loader(8), verbose=False)
+    torch.manual_seed(4)
+    again.strategy.process_dataloader(None)
+    assert torch.equal(torch.rand(3), expected)
+
+
+class FreezesLate(zoo.Encoder):
+    """Its first layer trains in the first five steps."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2, log_norm=False)
+        self.embed.requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.net.layers[0].requires_grad_(self.global_step < 5)
+
+
+def test_what_trained_once_is_not_excluded(tmp_path: Path) -> None:
+    strategy = partial(MegaTrainStrategy, exclude_frozen_parameters=True)
+    run(strategy(), tmp_path, steps=10, make=FreezesLate)
+    saved = torch.load(tmp_path / "step=10.ckpt", weights_only=True)["state_dict"]
+    assert any(name.startswith("net.layers.0.") for name in saved)
+    assert "embed.weight" not in saved
+
+
+class Halving(zoo.Encoder):
+    """Loading code of its own, which changes values and needs some."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2, log_norm=False)
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.head._register_load_state_dict_pre_hook(self._halve)
+
+    def _halve(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        assert self.scale.item() == 2.0
+        state[prefix + "weight"].mul_(0.5)
+
+
+def test_loading_hooks_count_once(tmp_path: Path) -> None:
+    module, _ = run(MegaTrainStrategy(), tmp_path, steps=5, make=Halving)
+    fresh = Halving()
+    evaluation = L.Trainer(strategy=MegaTrainStrategy(), accelerator="cpu", devices=1, **QUIET)
+    evaluation.validate(fresh, loader(8), ckpt_path=tmp_path / "step=5.ckpt", verbose=False, weights_only=True)
+    assert torch.equal(fresh.head.weight, module.head.weight * 0.5)

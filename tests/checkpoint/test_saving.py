@@ -13,12 +13,13 @@ import torch
 import zoo
 from fitting import QUIET, MegaTrainStrategy, fit, loader, stock
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from resuming import Steps, write_slowly
 from torch import Tensor
 
-from lightning_megatrain import checkpoints
+from lightning_megatrain import checkpoints, legality
+from lightning_megatrain.checkpoint import saver as saver_module
 from lightning_megatrain.checkpoint.sharded import read_sharded
 from lightning_megatrain.update.worker import Worker
 
@@ -265,3 +266,125 @@ def test_large_checkpoints_are_folders_and_it_is_said(
     assert (tmp_path / "large.ckpt").is_dir()
     assert len(said) == 1
     assert "folders (sharded)" in said[0]
+
+
+class EveryHook(L.Callback):
+    """Writes weights in one hook."""
+
+    def __init__(self, hook: str) -> None:
+        def write(trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+            with torch.no_grad():
+                pl_module.head.bias.add_(1)
+
+        setattr(self, hook, write)
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        partial(EveryHook, "on_train_epoch_start"),
+        partial(EveryHook, "on_train_epoch_end"),
+        partial(EveryHook, "on_before_optimizer_step"),
+        partial(EveryHook, "on_validation_start"),
+        partial(StochasticWeightAveraging, 1e-3, swa_epoch_start=1),
+    ],
+)
+def test_whoever_may_write_makes_saves_wait(callback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(checkpoints, "rank_zero_info", said.append)
+    monkeypatch.setattr(legality, "rank_zero_warn", said.append)
+    strategy = MegaTrainStrategy(save_async=True)
+    seen = []
+    prepare = strategy._checkpoints.prepare
+    strategy._checkpoints.prepare = lambda trainer: (prepare(trainer), seen.append(strategy._checkpoints._beside))
+    fit(make, strategy, max_steps=2, callbacks=[callback()])
+    assert seen == [False]
+    assert any("written before training goes on" in text for text in said)
+
+
+def test_what_a_hook_takes_from_the_state_is_of_the_step_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Takes(zoo.Encoder):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["mine"] = dict(checkpoint["state_dict"])
+
+    write_slowly(monkeypatch)
+    for checkpoint_format in FORMATS:
+        strategy = MegaTrainStrategy(save_async=True, checkpoint_format=checkpoint_format, update="next_forward")
+        saver = ModelCheckpoint(tmp_path / checkpoint_format, filename="x", every_n_train_steps=2)
+        fit(
+            partial(Takes, layers=2, log_norm=False), strategy, max_steps=3, precision="bf16-mixed", callbacks=[saver],
+            enable_checkpointing=True,
+        )  # fmt: skip
+        saved = read(tmp_path / checkpoint_format / "x.ckpt")
+        assert all(torch.equal(value, saved["state_dict"][name]) for name, value in saved["mine"].items())
+
+
+def test_ties_stay_ties_beside_training(tmp_path: Path) -> None:
+    sizes = []
+    for save_async in (False, True):
+        saver = ModelCheckpoint(tmp_path / str(save_async), filename="x", every_n_train_steps=2)
+        strategy = MegaTrainStrategy(save_async=save_async)
+        fit(partial(zoo.Tied, log_norm=False), strategy, max_steps=2, callbacks=[saver], enable_checkpointing=True)
+        path = tmp_path / str(save_async) / "x.ckpt"
+        state = read(path)["state_dict"]
+        assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+        sizes.append(path.stat().st_size)
+    assert abs(sizes[0] - sizes[1]) < 2000
+
+
+def test_an_error_while_a_save_is_prepared_leaves_nothing_held(tmp_path: Path) -> None:
+    class Locked(zoo.Encoder):
+        broken = True
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if self.broken:
+                checkpoint["lock"] = threading.Lock()
+
+    module = Locked(layers=2, log_norm=False)
+    saver = ModelCheckpoint(tmp_path, filename="x", every_n_train_steps=2)
+    trainer = L.Trainer(strategy=MegaTrainStrategy(save_async=True), accelerator="cpu", devices=1, max_steps=4,
+                        callbacks=[saver], **{**QUIET, "enable_checkpointing": True})  # fmt: skip
+    with pytest.raises(TypeError, match="lock"):
+        trainer.fit(module, loader())
+    module.broken = False
+    trainer.fit(module, loader())
+    assert trainer.global_step == 4
+
+
+def test_a_rescue_is_written_though_the_save_before_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = checkpoints._write
+
+    def fails_once(checkpoint: Any, target: Path, **kwargs: Any) -> None:
+        if checkpoint["global_step"] == 2:
+            raise OSError(28, "No space left on device")
+        write(checkpoint, target, **kwargs)
+
+    class Failing(zoo.Encoder):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if batch_idx == 3:
+                raise ZeroDivisionError
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr(checkpoints, "_write", fails_once)
+    said: list[str] = []
+    monkeypatch.setattr(checkpoints, "rank_zero_warn", said.append)
+    callbacks = [
+        OnExceptionCheckpoint(tmp_path, filename="rescue"),
+        ModelCheckpoint(tmp_path, filename="x", every_n_train_steps=2),
+    ]
+    with pytest.raises(ZeroDivisionError):
+        fit(partial(Failing, layers=2, log_norm=False), MegaTrainStrategy(save_async=True), callbacks=callbacks,
+            enable_checkpointing=True)  # fmt: skip
+    assert read(tmp_path / "rescue.ckpt")["global_step"] == 3
+    assert "No space left" in said[0]
+
+
+def test_an_error_of_a_removal_surfaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path) -> None:
+        raise PermissionError(path)
+
+    write_slowly(monkeypatch)
+    monkeypatch.setattr(saver_module, "remove_whole", denied)
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=1)
+    with pytest.raises(PermissionError):
+        fit(make, MegaTrainStrategy(save_async=True), max_steps=4, callbacks=[saver], enable_checkpointing=True)

@@ -44,7 +44,7 @@ def averages(outcome: Outcome) -> dict[str, Tensor]:
     return {k: v.clone() for k, v in state.items()}
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* keeps a second copy of the model")
+pytestmark = pytest.mark.filterwarnings("ignore:.* in a second copy of the model")
 
 AVERAGING: dict[str, Any] = {
     "every step": lambda: WeightAveraging(),
@@ -71,7 +71,7 @@ def test_weight_averaging(how: str, update: str) -> None:
 def test_the_bytes_of_an_average_are_announced(kind: Any) -> None:
     """80.2 KiB are 20 533 parameters in fp32."""
     arguments = {"swa_lrs": 1e-3} if kind is StochasticWeightAveraging else {}
-    with pytest.warns(UserWarning, match=rf"{kind.__name__} keeps a second copy of the model: 80\.2 KiB"):
+    with pytest.warns(UserWarning, match=rf"{kind.__name__} keeps an average in a second copy of the model: 80\.2 KiB"):
         play(fitting(Encoder, callbacks=lambda m: [kind(**arguments)], max_steps=1), MegaTrainStrategy())
 
 

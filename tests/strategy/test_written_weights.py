@@ -1,0 +1,159 @@
+"""What code between and within steps writes to weights counts, however it writes; what it kept stays as it was."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import zoo
+from fitting import MegaTrainStrategy, assert_same_bits, fit, stock
+from torch import Tensor, nn
+
+SCHEDULES = ["blocking", "next_forward", "in_backward"]
+make = partial(zoo.Encoder, layers=2, log_norm=False)
+
+
+class Between(L.Callback):
+    """Does something to the weights after the third and the fifth step."""
+
+    def __init__(self, act: Callable[[zoo.Zoo, dict[str, Any]], None]) -> None:
+        self.act, self.kept = act, {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        if trainer.global_step in (3, 5):
+            with torch.no_grad():
+                self.act(pl_module, self.kept)
+
+
+def exchange_and_put_back(module: zoo.Zoo, kept: dict[str, Any]) -> None:
+    """The usual averaging code: keep `data`, put another in its place, look, put it back."""
+    backup = {name: p.data for name, p in module.named_parameters()}
+    for p in module.parameters():
+        p.data = torch.full_like(p, 0.01)
+    kept.setdefault("seen", []).append(module.loss(torch.zeros(2, 4, dtype=torch.long)))
+    for name, p in module.named_parameters():
+        p.data = backup[name]
+
+
+def leave_exchanged(module: zoo.Zoo, kept: dict[str, Any]) -> None:
+    """The second time, put back what was kept the first time."""
+    if "backup" in kept:
+        for name, p in module.named_parameters():
+            p.data = kept["backup"][name]
+        return
+    kept["backup"] = {name: p.data for name, p in module.named_parameters()}
+    for p in module.parameters():
+        p.data = p.data * 0.5
+
+
+def swap(module: zoo.Zoo, kept: dict[str, Any]) -> None:
+    a, b = (layer.linear1.weight for layer in module.net.layers)
+    a.data, b.data = b.data, a.data
+
+
+def transpose(module: zoo.Zoo, kept: dict[str, Any]) -> None:
+    p = module.net.layers[0].self_attn.out_proj.weight
+    p.data = p.data.t()
+
+
+def clamp_data(module: zoo.Zoo, kept: dict[str, Any]) -> None:
+    for p in module.parameters():
+        p.data.clamp_(-0.05, 0.05)
+
+
+ACTS = [exchange_and_put_back, leave_exchanged, swap, transpose, clamp_data]
+
+
+@pytest.mark.parametrize("update", SCHEDULES)
+@pytest.mark.parametrize("act", ACTS)
+def test_between_steps(act: Any, update: str) -> None:
+    a, _ = fit(make, stock(), callbacks=[Between(act)], max_steps=8)
+    b, _ = fit(make, MegaTrainStrategy(update=update), callbacks=[Between(act)], max_steps=8)
+    assert_same_bits(a, b)
+
+
+def test_masters_survive_an_exchange_in_bf16_mixed() -> None:
+    still = partial(make, dropout=0.0)  # looking draws no random numbers
+    plain, _ = fit(still, MegaTrainStrategy(), precision="bf16-mixed", max_steps=8)
+    callbacks = [Between(exchange_and_put_back)]
+    exchanged, _ = fit(still, MegaTrainStrategy(), precision="bf16-mixed", max_steps=8, callbacks=callbacks)
+    plain.losses = exchanged.losses = []
+    assert_same_bits(plain, exchanged)
+
+
+class Clipped(zoo.Encoder):
+    """Optimizes by hand and clips its weights within the step, after the optimizer's and before another forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(layers=2, log_norm=False, dropout=0.0)
+        self.automatic_optimization = False
+        self.how = how
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.losses.append(loss.detach())
+            self.manual_backward(loss)
+            optimizer.step()
+            with torch.no_grad():
+                for p in self.parameters():
+                    if self.how == "in place":
+                        p.clamp_(-0.05, 0.05)
+                    elif self.how == "data in place":
+                        p.data.clamp_(-0.05, 0.05)
+                    else:
+                        p.data = p.data.clamp(-0.05, 0.05)
+
+
+@pytest.mark.parametrize("how", ["in place", "data in place", "assigned"])
+def test_within_a_manual_step(how: str) -> None:
+    a, _ = fit(partial(Clipped, how), stock(), max_steps=6)
+    b, _ = fit(partial(Clipped, how), MegaTrainStrategy(), max_steps=6)
+    assert_same_bits(a, b)
+    assert max(p.abs().max() for p in b.parameters()) <= 0.05
+
+
+class TwoLosses(zoo.Encoder):
+    """Two graphs, then two backwards: the first must leave the second's weights where they are."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2, log_norm=False, dropout=0.0)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        first, second = self.loss(batch), self.loss(batch.flip(1))
+        self.optimizers().zero_grad()
+        self.manual_backward(first)
+        self.manual_backward(second)
+        self.optimizers().step()
+        self.losses += [first.detach(), second.detach()]
+
+
+def test_two_graphs_before_two_backwards() -> None:
+    a, _ = fit(TwoLosses, stock(), max_steps=6)
+    b, _ = fit(TwoLosses, MegaTrainStrategy(), max_steps=6)
+    assert_same_bits(a, b)
+
+
+class Renormed(zoo.Encoder):
+    """The embedding writes to its own weight in every forward; the step also writes to the head before it."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2, log_norm=False, dropout=0.0)
+        self.embed = nn.Embedding(zoo.VOCAB, 32, max_norm=1.0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.1, 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("update", SCHEDULES)
+def test_within_an_automatic_step(update: str) -> None:
+    a, _ = fit(Renormed, stock(), max_steps=6)
+    b, _ = fit(Renormed, MegaTrainStrategy(update=update), max_steps=6)
+    assert_same_bits(a, b)
