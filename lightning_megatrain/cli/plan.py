@@ -26,7 +26,7 @@ from lightning_megatrain.recipes.flops import TokenFlops, token_flops
 from lightning_megatrain.stream.bench import TRAINING_SHARE, bench_device
 from lightning_megatrain.stream.discovery import find_units, make_groups
 from lightning_megatrain.stream.gradients import GRADIENT_BUFFERS
-from lightning_megatrain.update.bench import bench_host
+from lightning_megatrain.update.bench import bandwidth
 from lightning_megatrain.update.gradients import SLABS
 
 USAGE = """\
@@ -217,7 +217,7 @@ def _machine(cfg: DictConfig, store_format: StoreFormat) -> Machine:
         memory = parse_bytes(host.memory) - SYSTEM_BYTES
     else:
         memory = available_host_bytes()
-    dram = host.dram_gb_per_s or bench_host(numel=1 << 22, repeats=3)["dram_gb_s"]
+    dram = bandwidth() if host.dram_gb_per_s is None else host.dram_gb_per_s * 1e9
     dtype = torch.float32 if store_format is StoreFormat.FP32 else torch.bfloat16
     peak = gpu.fp32_tflops if store_format is StoreFormat.FP32 else gpu.bf16_tflops
     if peak is None:
@@ -231,7 +231,7 @@ def _machine(cfg: DictConfig, store_format: StoreFormat) -> Machine:
         link = None if gpu.link_gb_per_s is None else gpu.link_gb_per_s * 1e9
     if link is not None and host.pcie_gb_per_s is not None:
         link = min(link, host.pcie_gb_per_s * 1e9)
-    return Machine(memory, device_bytes, dram * 1e9, link, rate)
+    return Machine(memory, device_bytes, dram, link, rate)
 
 
 def _print(result: dict[str, Any]) -> None:

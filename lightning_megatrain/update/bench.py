@@ -17,7 +17,7 @@ from lightning_megatrain.memory.split import split_master
 from lightning_megatrain.update import reference
 from lightning_megatrain.update.adam import AdamScalars, adam_split_
 from lightning_megatrain.update.kernel import get_kernel
-from lightning_megatrain.update.threads import Threads, plan_threads
+from lightning_megatrain.update.threads import ThreadPlan, Threads, plan_threads
 
 SPLIT_BYTES = 26  # moved per parameter: high, low, m and v read and written, a bf16 gradient read
 _REFERENCE_NUMEL = 1 << 23  # enough: the reference works in chunks, so its rate does not depend on the length
@@ -63,12 +63,6 @@ def bench_host(numel: int = 1 << 26, threads: Threads = "auto", repeats: int = 7
     # One more tensor would only cost memory: the bandwidth is measured on the gradient that torch's step reads.
     buffer = param.grad
 
-    def move() -> None:
-        if kernel:
-            kernel.scale(buffer, 1.0, plan)
-        else:
-            buffer.mul_(1.0)
-
     def update() -> None:
         adam_split_(high, low, *moments, grad, hyper, 1, threads=plan)
 
@@ -76,7 +70,7 @@ def bench_host(numel: int = 1 << 26, threads: Threads = "auto", repeats: int = 7
         reference.adam_split_reference(*small, coefficients)
 
     with _torch_threads(plan.count):
-        seconds = _take_turns([move, update, optimizer.step, refer], repeats)
+        seconds = _take_turns([_mover(buffer, plan), update, optimizer.step, refer], repeats)
     moved, kernel_s, fused_s, reference_s = seconds
     return HostBench(
         kernel_gparams_s=numel / kernel_s / 1e9,
@@ -86,6 +80,27 @@ def bench_host(numel: int = 1 << 26, threads: Threads = "auto", repeats: int = 7
         isa=kernel.isa if kernel else "reference",
         threads=plan.count,
     )
+
+
+def bandwidth(nbytes: int = 2**29, threads: Threads = "auto", repeats: int = 5) -> float:
+    """Host memory traffic in bytes per second, read and written; takes a fraction of a second.
+
+    Args:
+        nbytes: memory to go through; more than caches hold.
+        threads: of the host optimizer.
+        repeats: rounds, of which the median counts.
+    """
+    plan = plan_threads(threads)
+    buffer = torch.ones(nbytes // 4)
+    with _torch_threads(plan.count):
+        [seconds] = _take_turns([_mover(buffer, plan)], repeats)
+    return 2 * buffer.nbytes / seconds
+
+
+def _mover(buffer: torch.Tensor, plan: ThreadPlan) -> Callable[[], object]:
+    """Reads and writes all of ``buffer`` without changing it."""
+    kernel = get_kernel()
+    return (lambda: kernel.scale(buffer, 1.0, plan)) if kernel else (lambda: buffer.mul_(1.0))
 
 
 def _take_turns(candidates: list[Callable[[], object]], repeats: int) -> list[float]:
