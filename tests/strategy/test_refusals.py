@@ -32,7 +32,7 @@ def refused(
         trainer.fit(module, loader())
     text = str(error.value)
     assert "\n" not in text
-    assert re.search(r"set |use |build |fill |convert |remove |write |choose |make |run |name |pass ", text), text
+    assert re.search(r"set |use |build |fill |convert |remove |write |choose |make |run |name |pass |give ", text), text
     after = module.state_dict()
     assert all(after[k].device.type == "meta" or after[k].data_ptr() == p for k, p in before.items())
     assert all("forward" not in m.__dict__ for m in module.modules())
@@ -58,6 +58,27 @@ def test_parameters_elsewhere_than_on_the_cpu() -> None:
             return zoo.Encoder()
 
     refused(r"is on the meta device.*configure_model", meta)
+
+
+def test_compiled_modules() -> None:
+    """A module compiled in place, one that was wrapped inside the model, and the whole."""
+
+    def in_place() -> zoo.Zoo:
+        module = zoo.Encoder()
+        module.net.layers[1].compile()
+        return module
+
+    def wrapped() -> zoo.Zoo:
+        module = zoo.Encoder()
+        module.head = torch.compile(module.head)
+        return module
+
+    refused(r"^'net\.layers\.1' was compiled with torch\.compile.*without torch\.compile", in_place)
+    refused(r"^'head' was compiled", wrapped)
+    module = zoo.Encoder()
+    trainer = L.Trainer(strategy=MegaTrainStrategy(), accelerator="cpu", devices=1, max_steps=1, **QUIET)
+    with pytest.raises(MisconfigurationException, match=r"'Encoder' was compiled"):
+        trainer.fit(torch.compile(module), loader())
 
 
 def test_dtype_that_a_master_cannot_hold() -> None:
