@@ -12,7 +12,7 @@ README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
-    "command", ["python -m pip install . && megatrain train", "python -m pip install '.[test]' && pytest"]
+    "command", ["python -m pip install . && megatrain train", "python -m pip install '.[test]' && pytest -n 2"]
 )
 def test_each_set_up_command_stands_on_a_line_of_its_own_once(command):
     assert README.splitlines().count(command) == 1
