@@ -98,25 +98,19 @@ class Session:
         self._pin = settings.pin_memory and device.type == "cuda"
         self.store = Store(groups, self._format, pin=self._pin)
         self.updater: Updater | None = None
-        self._engine: Engine | None = None
+        self.engine: Engine | None = None  # until close()
         self._buffers: BufferPlacement | None = None
         try:
             self.store.adopt()
             if optimizers is not None:
                 self.updater = self._make_updater(optimizers, inline=device.type == "cpu" and not update_thread)
-            self._engine = self._make_engine()
+            self.engine = self._make_engine()
             float_dtype = torch.bfloat16 if self._format is StoreFormat.BF16 else None
             self._buffers = BufferPlacement(module, device, float_dtype)
             _say_device(module, device)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def engine(self) -> Engine:
-        """The engine; there is one until :meth:`close`."""
-        assert self._engine is not None
-        return self._engine
 
     def _free_bytes(self, *, taken: int) -> int:
         """Host bytes the run may hold, of which it holds ``taken`` already."""
@@ -208,14 +202,15 @@ class Session:
         rank_zero_info(
             f"megatrain: {thawed} more parameters train from now on, in {len(changed)} units or other groups"
         )
+        assert self.engine is not None
         self.engine.close()
-        self._engine = None  # its device memory goes before the next one's comes
+        self.engine = None  # its device memory goes before the next one's comes
         try:
             for group in new.values():
                 self.store.relay(group)
                 self.store.show(group)
             self.updater.relay(new.values())
-            self._engine = self._make_engine()
+            self.engine = self._make_engine()
         except BaseException:
             self.close()
             raise
@@ -223,8 +218,8 @@ class Session:
 
     def close(self) -> None:
         """Make the module ordinary again: fp32 parameters on the CPU, no hooks, no threads."""
-        engine, updater, buffers = self._engine, self.updater, self._buffers
-        self._engine = self.updater = self._buffers = None
+        engine, updater, buffers = self.engine, self.updater, self._buffers
+        self.engine = self.updater = self._buffers = None
         if engine is not None:
             engine.close()
         if updater is not None:

@@ -8,8 +8,10 @@ import lightning as L
 import pytest
 import torch
 import zoo
-from fitting import MegaTrainStrategy, assert_same_bits, fit, stock
+from fitting import QUIET, MegaTrainStrategy, assert_same_bits, fit, loader, stock
 from torch import Tensor, nn
+
+from lightning_megatrain.update.updater import Updater
 
 SCHEDULES = ["blocking", "next_forward", "in_backward"]
 make = partial(zoo.Encoder, layers=2, log_norm=False)
@@ -157,3 +159,29 @@ def test_within_an_automatic_step(update: str) -> None:
     a, _ = fit(Renormed, stock(), max_steps=6)
     b, _ = fit(Renormed, MegaTrainStrategy(update=update), max_steps=6)
     assert_same_bits(a, b)
+
+
+class Thaws(zoo.Encoder):
+    def __init__(self) -> None:
+        super().__init__(layers=2, log_norm=False)
+        self.net.layers[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.net.layers[0].requires_grad_(batch_idx > 1)
+
+
+def test_an_error_while_a_layer_is_unfrozen_surfaces_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module is ordinary afterwards, with the values of the last step."""
+
+    def fail(*args: Any) -> None:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(Updater, "relay", fail)
+    L.seed_everything(1, verbose=False)
+    module = Thaws()
+    trainer = L.Trainer(strategy=MegaTrainStrategy(), accelerator="cpu", devices=1, max_steps=6, **QUIET)
+    with pytest.raises(MemoryError, match="planted"):
+        trainer.fit(module, loader())
+    assert all("forward" not in m.__dict__ for m in module.modules())
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+    assert module.loss(torch.zeros(2, 4, dtype=torch.long)).isfinite()
