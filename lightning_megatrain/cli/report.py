@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,22 @@ class TrainReport:
         if sample is not None:
             console.print(Text("sample", style="bold"))
             console.print(Text(sample), soft_wrap=True)
+
+
+def print_sweep(runs: Sequence[tuple[str, TrainReport]]) -> None:
+    """Print one row for each run of a sweep: its overrides and what it reached."""
+    table = Table(title="megatrain train", title_justify="left")
+    for heading in ("overrides", "validation loss", "perplexity", "tokens/s", "host bytes/parameter"):
+        table.add_column(heading, justify="left" if heading == "overrides" else "right", overflow="fold")
+    for overrides, report in runs:
+        table.add_row(
+            overrides,
+            _change(report.val_loss, ".3f"),
+            f"{report.val_perplexity[1]:.2f}",
+            _known(report.tokens_per_s, ",.0f"),
+            _known(report.host_bytes_per_parameter, ".2f"),
+        )
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def peak_host_rss() -> int | None:

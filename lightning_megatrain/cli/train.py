@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -17,13 +18,19 @@ from torch.utils.data import DataLoader
 
 from lightning_megatrain.callbacks.throughput import Throughput
 from lightning_megatrain.cli.app import run_app
-from lightning_megatrain.cli.report import TrainReport, peak_host_rss
+from lightning_megatrain.cli.report import TrainReport, peak_host_rss, print_sweep
 from lightning_megatrain.cli.values import check_values
+
+_runs: list[tuple[str, TrainReport]] = []
+"""Of this command so far: overrides, and what was reached."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command with Hydra overrides and flags; returns the exit status."""
+    _runs.clear()
     run_app(train, command="train", config_name="train", argv=argv)
+    if len(_runs) > 1:
+        print_sweep(_runs)
     return 0
 
 
@@ -63,6 +70,7 @@ def train(cfg: DictConfig) -> float:
         log=_log(trainer),
     )
     report.print(_sample(trainer, module, data, cfg.prompt))
+    _runs.append((" ".join(HydraConfig.get().overrides.task), report))
     return after["val_loss"]
 
 

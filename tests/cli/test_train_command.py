@@ -52,9 +52,12 @@ def test_megatrain_ends_where_the_stock_strategy_ends(megatrain, tmp_path):
     assert ours == stock
 
 
-def test_a_sweep_runs_every_precision(megatrain, tmp_path):
+def test_a_sweep_runs_every_precision_and_ends_with_one_table(megatrain, tmp_path):
     result = megatrain("train", "-m", *TINY, "precision=fp32,bf16_mixed", "strategy.update=in_backward")
     assert result.returncode == 0, result.stderr
+    summary = result.stdout.rsplit("megatrain train", 1)[1]
+    assert summary.count("strategy.update=in_backward") == 2
+    assert "overrides" in summary
     full, mixed = (val_losses(tmp_path / folder)[-1] for folder in _jobs(tmp_path))
     assert mixed == pytest.approx(full, rel=0.02)
     assert mixed != full
