@@ -107,7 +107,12 @@ class Strategy(MegaTrainStrategy):
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        put, delete = files._put_in_place, files._delete
+        put, delete, rename = files._put_in_place, files._delete, Path.rename
+        named: dict[Path, Path] = {}  # what goes is moved to a name that says nothing first
+
+        def note_and_rename(old: Path, new: Path) -> Path:
+            named[new] = old
+            return rename(old, new)
 
         def put_and_say(new: Path, path: Path) -> None:
             self.about_to("placing", path)
@@ -116,12 +121,13 @@ class Strategy(MegaTrainStrategy):
 
         def say_and_delete(path: Path) -> None:
             if os.path.lexists(path):
-                self.about_to("deleting", path)
+                self.about_to("deleting", named.get(path, path))
             delete(path)
 
         with (
             mock.patch.object(files, "_put_in_place", put_and_say),
             mock.patch.object(files, "_delete", say_and_delete),
+            mock.patch.object(Path, "rename", note_and_rename),
         ):
             yield
 

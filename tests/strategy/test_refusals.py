@@ -183,17 +183,6 @@ def test_hook_that_would_never_fire() -> None:
     refused("post-accumulate-grad hook", make)
 
 
-class Unfreezing(zoo.Frozen):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.net.layers[1].requires_grad_(True)
-
-
-def test_unfreezing_during_training() -> None:
-    with pytest.raises(RuntimeError, match=r"'net.layers.1.*was frozen.*requires a gradient now; set requires_grad"):
-        fit(Unfreezing, MegaTrainStrategy())
-
-
 class InPlace(zoo.Encoder):
     def __init__(self) -> None:
         super().__init__()
