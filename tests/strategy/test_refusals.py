@@ -54,8 +54,7 @@ def test_no_unit_found() -> None:
 
 def test_parameters_elsewhere_than_on_the_cpu() -> None:
     def meta() -> zoo.Zoo:
-        with torch.device("meta"):
-            return zoo.Encoder()
+        return zoo.Encoder().to("meta")
 
     refused(r"is on the meta device.*configure_model", meta)
 
