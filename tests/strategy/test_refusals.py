@@ -52,13 +52,6 @@ def test_no_unit_found() -> None:
     refused(r"units=\['Nothing'\] matches no module.*TransformerEncoderLayer", units=["Nothing"])
 
 
-def test_parameters_elsewhere_than_on_the_cpu() -> None:
-    def meta() -> zoo.Zoo:
-        return zoo.Encoder().to("meta")
-
-    refused(r"is on the meta device.*configure_model", meta)
-
-
 def test_compiled_modules() -> None:
     """A module compiled in place, one that was wrapped inside the model, and the whole."""
 
