@@ -52,6 +52,16 @@ def test_no_unit_found() -> None:
     refused(r"units=\['Nothing'\] matches no module.*TransformerEncoderLayer", units=["Nothing"])
 
 
+def test_parameters_elsewhere_than_on_the_cpu() -> None:
+    def meta() -> zoo.Zoo:
+        with torch.device("meta"):
+            module = zoo.Encoder()
+            module.scale = nn.Parameter(torch.ones(3))  # which the module itself does not fill
+            return module
+
+    refused(r"is on the meta device.*configure_model", meta)
+
+
 def test_compiled_modules() -> None:
     """A module compiled in place, one that was wrapped inside the model, and the whole."""
 
