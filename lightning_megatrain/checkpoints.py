@@ -3,7 +3,6 @@
 import copy
 import os
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -19,8 +18,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatrain.checkpoint.files import is_local, recover, remove_leftovers, written_whole
-from lightning_megatrain.checkpoint.lazy import LazyTensor, SplitSource, TensorSource, Watched, kept_in_copies
-from lightning_megatrain.checkpoint.loading import check_state_dict, materialize_meta, with_missing
+from lightning_megatrain.checkpoint.lazy import (
+    LazyTensor,
+    SplitSource,
+    TensorSource,
+    Watched,
+    kept_in_copies,
+    memory_of,
+)
+from lightning_megatrain.checkpoint.loading import check_state_dict, materialize_meta, state_like, with_missing
 from lightning_megatrain.checkpoint.rng import random_state, set_random_state
 from lightning_megatrain.checkpoint.saver import Saver
 from lightning_megatrain.checkpoint.sharded import is_sharded, read_sharded, write_sharded
@@ -221,7 +227,7 @@ class Checkpoints:
                 return tensor
             lazy = isinstance(tensor, LazyTensor)
             # Tied weights come as several tensors over the same memory.
-            place = id(tensor) if lazy else (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            place = id(tensor) if lazy else memory_of(tensor)
             key = place if once else len(watched)
             if key not in watched:
                 source = tensor.source if lazy else TensorSource(tensor)
@@ -278,10 +284,8 @@ class Checkpoints:
         state = with_missing(module, checkpoint["state_dict"], checkpoint.get(KEY, {}).get("excluded", ()))
         check_state_dict(module, state, strict=strict, source=self._source)
         materialize_meta(module, loaded=checkpoint["state_dict"].keys())
-        values = OrderedDict((k, mappings.parts_of(v) if isinstance(v, Tensor) else v) for k, v in state.items())
-        if hasattr(state, "_metadata"):
-            values._metadata = state._metadata  # type: ignore[attr-defined]
-        module.load_state_dict(values, strict=strict)
+        values = {k: mappings.parts_of(v) if isinstance(v, Tensor) else v for k, v in state.items()}
+        module.load_state_dict(state_like(state, values), strict=strict)
         return values
 
     def optimizer_states(self, checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_megatrain.checkpoint.files import is_local, written_whole
-from lightning_megatrain.checkpoint.lazy import LazyTensor, TensorSource
+from lightning_megatrain.checkpoint.lazy import LazyTensor, TensorSource, memory_of
 from lightning_megatrain.checkpoint.sharded import is_sharded, read_sharded, write_sharded
 from lightning_megatrain.checkpoint.single import FileMappings, read_single, write_single
 from lightning_megatrain.memory.host import parse_bytes
@@ -193,7 +193,7 @@ def _give_pages_back_when_read(checkpoint: dict[str, Any]) -> None:
         whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
         if not (views or whole) or tensor.requires_grad or vars(tensor):
             return tensor
-        return replaced.setdefault(_memory(tensor), _given_back(tensor, mappings))
+        return replaced.setdefault(memory_of(tensor), mappings.parts_of(tensor))
 
     def visit(node: Any, *, views: bool) -> None:
         if id(node) in seen:
@@ -209,14 +209,6 @@ def _give_pages_back_when_read(checkpoint: dict[str, Any]) -> None:
     for part in ("state_dict", "optimizer_states"):
         visit(checkpoint.get(part, ()), views=True)
     visit(checkpoint, views=False)
-
-
-def _given_back(tensor: Tensor, mappings: FileMappings) -> Tensor:
-    """As ``mappings.parts_of``: a tensor of a checkpoint was not written to since ``torch.load`` made it.
-
-    Its version says otherwise, as giving it its storage counts; that of ``.data`` begins anew.
-    """
-    return tensor if isinstance(tensor, LazyTensor) else mappings.parts_of(tensor)
 
 
 def _tensors(node: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -255,7 +247,7 @@ def _write_safetensors(
         folder.mkdir()
         for number, names in enumerate(shards, start=1):
             file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            values = {name: _own(name, _given_back(kept[name], mappings), forms[name]) for name in names}
+            values = {name: _own(name, mappings.parts_of(kept[name]), forms[name]) for name in names}
             save_file(values, folder / file, metadata={"format": "pt"})
             del values
             places.update(dict.fromkeys(names, file))
@@ -300,14 +292,9 @@ def _without_ties(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
     for name, tensor in tensors.items():
         if isinstance(tensor, LazyTensor) or tensor.layout is not torch.strided or not tensor.numel():
             continue
-        if first.setdefault(_memory(tensor), name) != name:
-            tied[name] = first[_memory(tensor)]
+        if first.setdefault(memory_of(tensor), name) != name:
+            tied[name] = first[memory_of(tensor)]
     return {name: tensor for name, tensor in tensors.items() if name not in tied}, tied
-
-
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are the same memory in the same form."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _form(name: str, tensor: Tensor, wanted: torch.dtype | None) -> torch.dtype:

@@ -220,6 +220,16 @@ _FORM = {
 _MEMORY = {Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.storage_offset}
 
 
+def is_dense(value: Any) -> bool:
+    """Whether a value is a tensor that is read and written row by row."""
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for ordinary tensors that are the same memory in the same form, as tied weights are."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
 def chunk_of(shape: torch.Size, rows: slice) -> ChunkStorageMetadata:
     """Place of some rows in a tensor, as torch.distributed.checkpoint describes it."""
     if not shape:

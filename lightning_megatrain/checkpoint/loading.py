@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from lightning_megatrain.checkpoint.lazy import is_dense
+
 
 def check_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool, source: str) -> None:
     """Let ``module.load_state_dict`` say what it has to say, before any value is overwritten.
@@ -25,35 +27,30 @@ def check_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: boo
     Raises:
         RuntimeError: names what is missing, unexpected, or of another shape.
     """
-    hollow = OrderedDict(
-        (k, torch.empty(v.shape, dtype=v.dtype, device="meta") if _is_dense(v) else v) for k, v in state.items()
-    )
-    if hasattr(state, "_metadata"):
-        hollow._metadata = state._metadata  # type: ignore[attr-defined]
+    hollow = {k: torch.empty(v.shape, dtype=v.dtype, device="meta") if is_dense(v) else v for k, v in state.items()}
     with _without_memory(module), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
         try:
-            module.load_state_dict(hollow, strict=strict)
+            module.load_state_dict(state_like(state, hollow), strict=strict)
         except Exception as error:
             # Loading code of the module's own may need values and fail without: that says nothing about the state.
             if str(error).startswith("Error(s) in loading state_dict") and "an exception occurred" not in str(error):
                 raise RuntimeError(f"{source} belongs to another model, so nothing was loaded. {error}") from error
 
 
-def _is_dense(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized
+def state_like(state: Mapping[str, Any], values: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """``values`` as a state dict that carries the module versions of ``state``."""
+    like = OrderedDict(values)
+    if hasattr(state, "_metadata"):
+        like._metadata = state._metadata  # type: ignore[attr-defined]
+    return like
 
 
 def with_missing(module: nn.Module, state: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
     """``state``, in which parameters that a checkpoint left out on purpose keep the values they have."""
     own = dict(module.named_parameters(remove_duplicate=False))
     kept = {n: own[n].detach() for n in names if n in own and n not in state and not own[n].is_meta}
-    if not kept:
-        return state
-    whole = OrderedDict({**state, **kept})
-    if hasattr(state, "_metadata"):
-        whole._metadata = state._metadata  # type: ignore[attr-defined]
-    return whole
+    return state_like(state, {**state, **kept}) if kept else state
 
 
 def materialize_meta(module: nn.Module, loaded: Collection[str] = ()) -> None:

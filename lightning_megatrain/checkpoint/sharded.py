@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from lightning_megatrain.checkpoint.lazy import PART_BYTES, LazyTensor, TensorSource, chunk_of
+from lightning_megatrain.checkpoint.lazy import PART_BYTES, LazyTensor, TensorSource, chunk_of, is_dense
 from lightning_megatrain.checkpoint.single import read_single, write_single
 
 META_FILE = "meta.pt"
@@ -128,8 +128,8 @@ def _take_apart(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
     """The tensors of the model and of the optimizers, and the rest."""
     rest = dict(checkpoint)
     state = rest.pop("state_dict", {})
-    tensors: dict[str, Any] = {_MODEL: {k: _in_parts(v) for k, v in state.items() if _is_dense(v)}}
-    rest["state_dict"] = OrderedDict((k, v) for k, v in state.items() if not _is_dense(v))
+    tensors: dict[str, Any] = {_MODEL: {k: _in_parts(v) for k, v in state.items() if is_dense(v)}}
+    rest["state_dict"] = OrderedDict((k, v) for k, v in state.items() if not is_dense(v))
     rest["state_dict_metadata"] = getattr(state, "_metadata", None)
     if "optimizer_states" in checkpoint:
         rest["optimizer_states"] = []
@@ -140,7 +140,7 @@ def _take_apart(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
                 if not isinstance(values, dict):
                     kept["state"][key] = values
                     continue
-                large = {n: _in_parts(v) for n, v in values.items() if _is_dense(v) and v.dim()}
+                large = {n: _in_parts(v) for n, v in values.items() if is_dense(v) and v.dim()}
                 kept["state"][key] = {n: v for n, v in values.items() if n not in large}
                 if large:
                     moved[str(key)] = large
@@ -162,10 +162,6 @@ def _put_together(checkpoint: dict[str, Any], found: dict[str, Any]) -> None:
         for key, values in optimizer["state"].items():
             if str(key) in moved:
                 values.update(moved[str(key)])
-
-
-def _is_dense(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized
 
 
 def _in_parts(tensor: Tensor) -> Tensor:
