@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import lightning as L
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics.text import Perplexity
@@ -17,11 +19,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lightning_megatrain.callbacks.throughput import NUM_TOKENS, count_tokens
+from lightning_megatrain.recipes.loss import (
+    IGNORE_INDEX,
+    logits_in_chunks,
+    makes_plain_logits,
+    next_token_loss,
+    without_head,
+)
 from lightning_megatrain.recipes.optim import cosine_with_warmup, decay_groups
 from lightning_megatrain.recipes.sampling import Sampling, continue_tokens
-
-IGNORE_INDEX = -100
-"""Label of a position that carries no loss, as in transformers and in `F.cross_entropy`."""
 
 
 class CausalLM(L.LightningModule):
@@ -80,10 +86,19 @@ class CausalLM(L.LightningModule):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the mean loss in nats per target token, a scalar."""
-        logits, targets = self._predict_next(batch)
-        loss = _cross_entropy(logits, targets)
+        loss = self.loss(batch)
         self.log("train_loss", loss.detach(), prog_bar=True)
         return loss
+
+    def loss(self, batch: Mapping[str, Any]) -> Tensor:
+        """The mean loss of a batch in nats per target token, a scalar in fp32.
+
+        Logits are made chunk by chunk where the model takes them straight from its head.
+        """
+        states, targets = self._last_states(batch)
+        if self._plain_logits:
+            return next_token_loss(states, self._head, targets)
+        return F.cross_entropy(states.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
 
     def on_validation_epoch_start(self) -> None:
         """Give the metric fresh counters that any later loop may update.
@@ -96,11 +111,15 @@ class CausalLM(L.LightningModule):
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Log `val_loss` (nats per target token) and `val_perplexity`, both over the whole validation set."""
-        logits, targets = self._predict_next(batch)
+        states, targets = self._last_states(batch)
+        chunks = logits_in_chunks(states, self._head, targets) if self._plain_logits else _flat(states, targets)
+        total = torch.zeros((), device=states.device, dtype=torch.float64)
+        for logits, wanted in chunks:
+            total += F.cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="sum")
+            self.val_perplexity.update(logits[None], wanted[None])
         # Weighting by targets makes the epoch's mean the mean over tokens, however rows and padding vary.
         weight = int((targets != IGNORE_INDEX).sum())
-        self.log("val_loss", _cross_entropy(logits, targets), prog_bar=True, batch_size=weight)
-        self.val_perplexity.update(logits.float(), targets)
+        self.log("val_loss", (total / weight).float(), prog_bar=True, batch_size=weight)
         self.log("val_perplexity", self.val_perplexity, batch_size=weight)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
@@ -127,11 +146,25 @@ class CausalLM(L.LightningModule):
             "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step", "name": "lr"},
         }
 
-    def _predict_next(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return logits (batch, time - 1, vocabulary) and the tokens they should predict (batch, time - 1)."""
+    @cached_property
+    def _plain_logits(self) -> bool:
+        return makes_plain_logits(self.model)
+
+    @property
+    def _head(self) -> nn.Linear:
+        return self.model.get_output_embeddings()
+
+    def _last_states(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """What predicts the next tokens, and these: (batch, time, width or vocabulary) and (batch, time).
+
+        The first are hidden states that the head has not seen yet where logits are plain, else logits.
+        """
         inputs = {key: value for key, value in batch.items() if key not in ("labels", NUM_TOKENS)}
         labels = batch.get("labels", batch["input_ids"])
-        return self(**inputs)[:, :-1], labels[:, 1:]
+        # Labels are shifted and not the states, of which a shift would be a copy.
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        with without_head(self._head) if self._plain_logits else nullcontext():
+            return self(**inputs), targets
 
 
 def build_model(arch: str, config: Mapping[str, Any], *, seed: int) -> PreTrainedModel:
@@ -159,6 +192,7 @@ def build_model(arch: str, config: Mapping[str, Any], *, seed: int) -> PreTraine
         return AutoModelForCausalLM.from_config(model_config)
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean negative log-likelihood in fp32, whatever the dtype of `logits` (batch, time, vocabulary)."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
+def _flat(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Whole logits, row by row of the batch, in fp32."""
+    for row, wanted in zip(logits, targets, strict=True):
+        yield row.float(), wanted
