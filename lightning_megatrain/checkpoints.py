@@ -26,13 +26,14 @@ from lightning_megatrain.checkpoint.lazy import (
     kept_in_copies,
     memory_of,
 )
-from lightning_megatrain.checkpoint.loading import check_state_dict, materialize_meta, state_like, with_missing
+from lightning_megatrain.checkpoint.loading import check_state_dict, materialize_meta, state_like, widen, with_missing
 from lightning_megatrain.checkpoint.rng import random_state, set_random_state
 from lightning_megatrain.checkpoint.saver import Saver
 from lightning_megatrain.checkpoint.sharded import is_sharded, read_sharded, write_sharded
-from lightning_megatrain.checkpoint.single import FileMappings, read_single, write_single
+from lightning_megatrain.checkpoint.single import parts_of, read_single, write_single
 from lightning_megatrain.fence import who_may_write
 from lightning_megatrain.memory.host import format_bytes
+from lightning_megatrain.memory.mapped import FileMappings
 from lightning_megatrain.memory.store import Store, StoreFormat
 
 CheckpointFormat = Literal["auto", "ckpt", "sharded"]
@@ -271,8 +272,16 @@ class Checkpoints:
             raise ValueError(f"{self._source} has no {missing[0]!r}, so it is not a Lightning checkpoint.")
         return checkpoint
 
-    def load_model(self, module: LightningModule, checkpoint: Mapping[str, Any], *, strict: bool) -> Mapping[str, Any]:
+    def load_model(
+        self, module: LightningModule, checkpoint: Mapping[str, Any], *, strict: bool, at_home: bool
+    ) -> Mapping[str, Any]:
         """Load a module's state whole or not at all.
+
+        Args:
+            module: the module.
+            checkpoint: the checkpoint.
+            strict: as for ``load_state_dict``.
+            at_home: whether the parameters are ordinary ones, which may become wider, and not the store's.
 
         Returns:
             The state that was loaded, by name.
@@ -284,7 +293,9 @@ class Checkpoints:
         state = with_missing(module, checkpoint["state_dict"], checkpoint.get(KEY, {}).get("excluded", ()))
         check_state_dict(module, state, strict=strict, source=self._source)
         materialize_meta(module, loaded=checkpoint["state_dict"].keys())
-        values = {k: mappings.parts_of(v) if isinstance(v, Tensor) else v for k, v in state.items()}
+        values = {k: parts_of(v, mappings) if isinstance(v, Tensor) else v for k, v in state.items()}
+        if at_home:
+            widen(module, values)
         module.load_state_dict(state_like(state, values), strict=strict)
         return values
 
@@ -293,7 +304,7 @@ class Checkpoints:
         mappings = FileMappings()
 
         def mapped(values: dict[str, Any]) -> dict[str, Any]:
-            return {k: mappings.parts_of(v) if isinstance(v, Tensor) else v for k, v in values.items()}
+            return {k: parts_of(v, mappings) if isinstance(v, Tensor) else v for k, v in values.items()}
 
         return [{**o, "state": {k: mapped(s) for k, s in o["state"].items()}} for o in checkpoint["optimizer_states"]]
 

@@ -470,12 +470,12 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> None:
         module, store = self._module(), self._store
         if self._engine is None or store is None:
-            self._checkpoints.load_model(module, checkpoint, strict=strict)
+            self._checkpoints.load_model(module, checkpoint, strict=strict, at_home=True)
             return
         if self._updater is not None:
             self._updater.finish_updates()  # or they would write over what is loaded
         with self._engine.host_window():
-            state = self._checkpoints.load_model(module, checkpoint, strict=strict)
+            state = self._checkpoints.load_model(module, checkpoint, strict=strict, at_home=False)
             named = dict(module.named_parameters(remove_duplicate=False))
             values = {id(p): state[n] for n, p in named.items() if n in checkpoint["state_dict"]}
             for group in store.groups:

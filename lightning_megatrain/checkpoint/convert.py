@@ -1,34 +1,32 @@
 """From one checkpoint format to another, and to safetensors, without the model's bytes in memory."""
 
-import json
 import os
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_megatrain.checkpoint.files import is_local, written_whole
-from lightning_megatrain.checkpoint.lazy import LazyTensor, TensorSource, memory_of
+from lightning_megatrain.checkpoint.hub import INDEX_FILE
+from lightning_megatrain.checkpoint.lazy import memory_of
 from lightning_megatrain.checkpoint.sharded import is_sharded, read_sharded, write_sharded
-from lightning_megatrain.checkpoint.single import FileMappings, read_single, write_single
+from lightning_megatrain.checkpoint.single import parts_of, read_single, write_single
+from lightning_megatrain.checkpoint.weights import DtypeName, dotted, without_prefix, without_ties, write_weights
 from lightning_megatrain.memory.host import parse_bytes
+from lightning_megatrain.memory.mapped import FileMappings
 
 Format = Literal["ckpt", "sharded", "safetensors"]
-DtypeName = Literal["float32", "bfloat16", "float16"]
 
 SUFFIXES: dict[str, str] = {"ckpt": "-single.ckpt", "sharded": "-sharded.ckpt", "safetensors": "-safetensors"}
 """What follows the checkpoint's name, without its ``.ckpt``, where no ``out`` is given."""
 
-INDEX_FILE = "model.safetensors.index.json"
-"""Which file holds which tensor, where there are several."""
-
-_EXPORTED = (r"\.metadata", r"meta\.pt", r".*\.distcp", r"model(-\d+-of-\d+)?\.safetensors", re.escape(INDEX_FILE))
+EXPORTED = (r"\.metadata", r"meta\.pt", r".*\.distcp", r"model(-\d+-of-\d+)?\.safetensors", re.escape(INDEX_FILE))
+"""Names of files that an export writes, as patterns."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,7 @@ class Export:
         tied: safetensors only: names that are not in it, and the name under which their tensor is.
         without_prefix: safetensors only: names of tensors that were left out for want of the prefix.
         no_tensors: safetensors only: names of the state that hold something else and were left out.
+        notes: what else there is to say, a line each.
     """
 
     path: Path
@@ -52,6 +51,7 @@ class Export:
     tied: Mapping[str, str] = field(default_factory=dict)
     without_prefix: tuple[str, ...] = ()
     no_tensors: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def convert(
@@ -99,17 +99,20 @@ def convert(
     for name, path in (("ckpt", ckpt), ("out", out)):
         if path is not None and not is_local(path):
             raise ValueError(f"{name}={path} is not on the local file system, which is needed; set a path that is.")
-    shard_bytes = _shard_bytes(shard_size)
-    source = _source(ckpt, to)
+    shard_bytes = parse_shard_size(shard_size)
+    source = find_checkpoint(ckpt)
+    if to in ("ckpt", "sharded") and is_sharded(source) == (to == "sharded"):
+        what, other = ("a sharded checkpoint", "ckpt") if to == "sharded" else ("a single file", "sharded")
+        raise ValueError(f"{ckpt} is {what} already; set to={other} or to=safetensors.")
     target = Path(os.path.abspath(Path(out).expanduser())) if out is not None else default_out(source, to)
-    _check_target(target, source, overwrite=overwrite)
+    check_target(target, source, overwrite=overwrite)
 
-    checkpoint = _read(source, weights_only=weights_only)
+    checkpoint = read_checkpoint(source, weights_only=weights_only)
     if to == "safetensors":
         state = checkpoint["state_dict"]
         del checkpoint
         return _write_safetensors(state, source, target, dtype=dtype, prefix=prefix, shard_bytes=shard_bytes)
-    _give_pages_back_when_read(checkpoint)
+    _give_pages_back_whenread_checkpoint(checkpoint)
     sizes = [t.numel() * t.element_size() for t in _tensors(checkpoint, set())]
     with written_whole(target) as partial:
         if to == "sharded":
@@ -128,7 +131,12 @@ def default_out(ckpt: Path, to: Format) -> Path:
 # Before anything is read
 
 
-def _shard_bytes(text: str | int) -> int:
+def parse_shard_size(text: str | int) -> int:
+    """Bytes meant by ``shard_size``.
+
+    Raises:
+        ValueError: it is no size.
+    """
     try:
         count = parse_bytes(text)
     except ValueError as error:
@@ -138,18 +146,30 @@ def _shard_bytes(text: str | int) -> int:
     return count
 
 
-def _source(ckpt: str | Path, to: Format) -> Path:
+def find_checkpoint(ckpt: str | Path) -> Path:
+    """The absolute path of a checkpoint.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
     source = Path(os.path.abspath(Path(ckpt).expanduser()))
     if not source.exists():
         raise FileNotFoundError(f"Checkpoint {ckpt} does not exist; set ckpt to a .ckpt file or a sharded folder.")
-    if is_sharded(source) and to == "sharded":
-        raise ValueError(f"{ckpt} is a sharded checkpoint already; set to=ckpt or to=safetensors.")
-    if not is_sharded(source) and to == "ckpt":
-        raise ValueError(f"{ckpt} is a single file already; set to=sharded or to=safetensors.")
     return source
 
 
-def _check_target(target: Path, source: Path, *, overwrite: bool) -> None:
+def check_target(target: Path, source: Path, *, overwrite: bool, replaceable: Sequence[str] = EXPORTED) -> None:
+    """Refuse to write where something is that would be lost.
+
+    Args:
+        target: where to write.
+        source: what is read.
+        overwrite: whether an earlier export may be replaced.
+        replaceable: names of files that a folder may hold and be replaced, as patterns.
+
+    Raises:
+        ValueError: one is in the other's place, or something is at ``target`` that may not be replaced.
+    """
     real, origin = target.resolve(), source.resolve()
     if real == origin or real in origin.parents or origin in real.parents:
         raise ValueError(f"{target} and the checkpoint {source} would be in each other's place; set another out.")
@@ -158,7 +178,7 @@ def _check_target(target: Path, source: Path, *, overwrite: bool) -> None:
     if not overwrite:
         raise ValueError(f"{target} exists already; set overwrite=true to replace it, or another out.")
     if target.is_dir():
-        others = sorted(p.name for p in target.iterdir() if not any(re.fullmatch(e, p.name) for e in _EXPORTED))
+        others = sorted(p.name for p in target.iterdir() if not any(re.fullmatch(e, p.name) for e in replaceable))
         if others:
             raise ValueError(
                 f"{target} would be replaced and holds {others[0]!r}, which no export wrote; move that, or set another "
@@ -169,7 +189,12 @@ def _check_target(target: Path, source: Path, *, overwrite: bool) -> None:
 # Reading
 
 
-def _read(source: Path, *, weights_only: bool) -> dict[str, Any]:
+def read_checkpoint(source: Path, *, weights_only: bool) -> dict[str, Any]:
+    """A checkpoint whose tensors are read when they are used.
+
+    Raises:
+        ValueError: it is not whole, of another kind, or holds what ``weights_only`` refuses.
+    """
     try:
         checkpoint = (read_sharded if is_sharded(source) else read_single)(source, weights_only=weights_only)
     except pickle.UnpicklingError as error:
@@ -183,7 +208,7 @@ def _read(source: Path, *, weights_only: bool) -> dict[str, Any]:
     return checkpoint
 
 
-def _give_pages_back_when_read(checkpoint: dict[str, Any]) -> None:
+def _give_pages_back_whenread_checkpoint(checkpoint: dict[str, Any]) -> None:
     """Replace, in place, tensors that are mapped from a file, so that containers keep their class and attributes."""
     mappings = FileMappings()
     replaced: dict[Any, Tensor] = {}  # a tensor under two names stays one
@@ -193,7 +218,7 @@ def _give_pages_back_when_read(checkpoint: dict[str, Any]) -> None:
         whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
         if not (views or whole) or tensor.requires_grad or vars(tensor):
             return tensor
-        return replaced.setdefault(memory_of(tensor), mappings.parts_of(tensor))
+        return replaced.setdefault(memory_of(tensor), parts_of(tensor, mappings))
 
     def visit(node: Any, *, views: bool) -> None:
         if id(node) in seen:
@@ -220,7 +245,7 @@ def _tensors(node: Any, seen: set[int]) -> Iterator[Tensor]:
             yield from _tensors(value, seen)
 
 
-# Writing safetensors
+# Writing
 
 
 def _write_safetensors(
@@ -232,105 +257,26 @@ def _write_safetensors(
     prefix: str | None,
     shard_bytes: int,
 ) -> Export:
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    if not tensors:
-        raise ValueError(f"The state_dict of {source} holds no tensor, so there is nothing to write; set another ckpt.")
-    named = _without_prefix(tensors, prefix, source)
-    kept, tied = _without_ties(named)
-    wanted = getattr(torch, dtype) if dtype is not None else None
-    forms = {name: _form(name, tensor, wanted) for name, tensor in kept.items()}
-    sizes = {name: tensor.numel() * forms[name].itemsize for name, tensor in kept.items()}
-    shards = _shards(sizes, shard_bytes)
-    mappings = FileMappings()
-    places: dict[str, str] = {}
+    tensors = tensors_of(state, source)
+    kept, tied = without_ties(without_prefix(tensors, prefix, source))
     with written_whole(target) as folder:
-        folder.mkdir()
-        for number, names in enumerate(shards, start=1):
-            file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            values = {name: _own(name, mappings.parts_of(kept[name]), forms[name]) for name in names}
-            save_file(values, folder / file, metadata={"format": "pt"})
-            del values
-            places.update(dict.fromkeys(names, file))
-        if len(shards) > 1:
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-            (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        written = write_weights(kept, folder, dtype=dtype, shard_bytes=shard_bytes)
     return Export(
         target,
-        tensors=len(kept),
-        nbytes=sum(sizes.values()),
-        files=len(shards),
+        **vars(written),
         tied=tied,
-        without_prefix=tuple(name for name in tensors if prefix and not name.startswith(_dotted(prefix))),
+        without_prefix=tuple(name for name in tensors if prefix and not name.startswith(dotted(prefix))),
         no_tensors=tuple(name for name in state if name not in tensors),
     )
 
 
-def _dotted(prefix: str) -> str:
-    return prefix.removesuffix(".") + "."
+def tensors_of(state: Mapping[str, Any], source: Path) -> dict[str, Tensor]:
+    """What of a state is a tensor.
 
-
-def _without_prefix(tensors: dict[str, Tensor], prefix: str | None, source: Path) -> dict[str, Tensor]:
-    if not prefix:
-        return tensors
-    start = _dotted(prefix)
-    named = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
-    if not named:
-        raise ValueError(
-            f"prefix={prefix!r} is in no name of {source}, whose first is {next(iter(tensors))!r}; set the prefix of "
-            "the names to write, or none."
-        )
-    return named
-
-
-def _without_ties(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors without those that are another one's memory, and the names of these with that of the first.
-
-    A sharded checkpoint does not tell; there all are kept.
+    Raises:
+        ValueError: nothing is.
     """
-    first: dict[Any, str] = {}
-    tied: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, LazyTensor) or tensor.layout is not torch.strided or not tensor.numel():
-            continue
-        if first.setdefault(memory_of(tensor), name) != name:
-            tied[name] = first[memory_of(tensor)]
-    return {name: tensor for name, tensor in tensors.items() if name not in tied}, tied
-
-
-def _form(name: str, tensor: Tensor, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a tensor is written."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype in (torch.complex32, torch.complex128):
-        raise ValueError(
-            f"{name!r} ({tensor.layout}, {tensor.dtype}) cannot be kept in safetensors; set a prefix that leaves it "
-            "out, or another format."
-        )
-    return wanted if wanted is not None and tensor.is_floating_point() else tensor.dtype
-
-
-def _shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
-    """Names by file, in order; a file is closed when the next tensor would make it larger than ``shard_bytes``."""
-    shards: list[list[str]] = []
-    left = 0
-    for name, size in sizes.items():
-        if not shards or size > left:
-            shards.append([])
-            left = shard_bytes
-        shards[-1].append(name)
-        left -= size
-    return shards
-
-
-def _own(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A contiguous tensor of its own, read and converted part by part."""
-    lazy = tensor if isinstance(tensor, LazyTensor) else LazyTensor(TensorSource(tensor))
-    own = torch.empty(lazy.shape, dtype=dtype)
-    narrower = dtype != lazy.dtype and torch.finfo(dtype).max < torch.finfo(lazy.dtype).max
-    for rows, values in lazy.parts():
-        part = own.view(1)[rows] if not own.dim() else own[rows]
-        part.copy_(values)
-        if narrower and (part.isinf() & values.isfinite()).any():
-            raise ValueError(
-                f"{name!r} has values of up to {values[values.isfinite()].abs().max():.3g}, too large for {dtype}, so "
-                "they would become infinite; set another dtype."
-            )
-    return own
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise ValueError(f"The state_dict of {source} holds no tensor, so there is nothing to write; set another ckpt.")
+    return tensors

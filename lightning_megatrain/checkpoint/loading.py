@@ -53,6 +53,23 @@ def with_missing(module: nn.Module, state: Mapping[str, Any], names: Collection[
     return state_like(state, {**state, **kept}) if kept else state
 
 
+def widen(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Make fp32 parameters of 16-bit ones that will be loaded with fp32 values, which they would round.
+
+    Args:
+        module: the whole module; its parameters are ordinary ones.
+        state: what will be loaded.
+    """
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value = state.get(name)
+        if (
+            isinstance(value, Tensor)
+            and value.dtype == torch.float32
+            and parameter.dtype in (torch.bfloat16, torch.float16)
+        ):
+            parameter.data = parameter.data.float()
+
+
 def materialize_meta(module: nn.Module, loaded: Collection[str] = ()) -> None:
     """Give parameters and buffers on the meta device memory on the CPU, module by module.
 

@@ -1,11 +1,7 @@
 """The plain ``.ckpt``: what ``torch.save`` writes, without the model's bytes in memory a second time."""
 
-import contextlib
-import ctypes
-import mmap
 import os
 import pickle
-import re
 import zipfile
 from typing import IO, Any
 
@@ -14,6 +10,7 @@ from torch import Tensor
 from torch.serialization import DEFAULT_PROTOCOL, _open_zipfile_writer, _save
 
 from lightning_megatrain.checkpoint.lazy import PART_BYTES, LazyTensor, TensorSource, hollow, pickled_as
+from lightning_megatrain.memory.mapped import FileMappings, give_pages_back
 
 
 class _Writer:
@@ -75,44 +72,13 @@ def read_single(path: str | os.PathLike[str], *, weights_only: bool | None) -> d
     return checkpoint
 
 
-_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ [1-9]\d* +(/.*)|([0-9a-f]+)-([0-9a-f]+) ")
-_UNCHANGED = re.compile(r"Anonymous: +0 kB")
+def parts_of(tensor: Tensor, mappings: FileMappings) -> Tensor:
+    """A large tensor that is mapped from a file, as one whose pages are given back as they are read.
 
-
-class FileMappings:
-    """Where in this process's memory files are mapped now, by the kernel's own account."""
-
-    def __init__(self) -> None:
-        self._ranges: list[tuple[int, int]] = []
-        with contextlib.suppress(OSError), open("/proc/self/smaps") as maps:  # elsewhere pages are kept
-            of_a_file: tuple[int, int] | None = None
-            for line in maps:
-                if (head := _MAPPING.match(line)) is not None:
-                    of_a_file = (int(head[1], 16), int(head[2], 16)) if head[3] else None
-                elif of_a_file is not None and _UNCHANGED.match(line):
-                    self._ranges.append(of_a_file)
-
-    def parts_of(self, tensor: Tensor) -> Tensor:
-        """A large tensor that is mapped from a file, as one whose pages are given back as they are read.
-
-        Any other as it is, and so are tensors of a file of which somebody changed some. For use at once: the mapping
-        must still be the same one.
-        """
-        size = tensor.numel() * tensor.element_size()
-        if isinstance(tensor, LazyTensor) or size < PART_BYTES // 16 or not tensor.is_contiguous():
-            return tensor
-        start = tensor.data_ptr()
-        if not any(low <= start and start + size <= high for low, high in self._ranges):
-            return tensor
-        return LazyTensor(TensorSource(tensor, after=_give_pages_back))
-
-
-def _give_pages_back(part: Tensor) -> None:
-    page = mmap.PAGESIZE
-    start, end = part.data_ptr(), part.data_ptr() + part.numel() * part.element_size()
-    first, last = -(-start // page) * page, end // page * page  # pages that hold nothing else
-    if last > first:
-        _MADVISE(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
-
-
-_MADVISE = ctypes.CDLL(None).madvise
+    Any other as it is, and so are tensors of a file of which somebody changed some. For use at once: the mapping must
+    still be the same one.
+    """
+    size = tensor.numel() * tensor.element_size()
+    if isinstance(tensor, LazyTensor) or size < PART_BYTES // 16 or not mappings.hold(tensor):
+        return tensor
+    return LazyTensor(TensorSource(tensor, after=give_pages_back))

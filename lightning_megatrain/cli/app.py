@@ -63,7 +63,11 @@ def run_app(task: Callable[[DictConfig], Any], *, command: str, config_name: str
 def _quoted(argument: str) -> str:
     """Make a path with `=` in it, as Lightning names checkpoints, one value in Hydra's grammar."""
     key, _, value = argument.partition("=")
-    if key not in ("ckpt", "ckpt_path", "out") or "=" not in value or value[0] in "'\"":
+    if (
+        key not in ("ckpt", "ckpt_path", "out", "tokenizer", "model.pretrained")
+        or "=" not in value
+        or value[0] in "'\""
+    ):
         return argument
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     return f'{key}="{escaped}"'

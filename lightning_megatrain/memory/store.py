@@ -9,7 +9,11 @@ from torch import Tensor
 from lightning_megatrain.memory.arena import Arena
 from lightning_megatrain.memory.host import give_back_freed_memory
 from lightning_megatrain.memory.layout import Group
+from lightning_megatrain.memory.mapped import FileMappings, give_pages_back
 from lightning_megatrain.memory.split import join_master, split_master_
+
+PART = 4 << 20
+"""Elements in which values are read that are converted, or whose pages are given back."""
 
 
 class StoreFormat(Enum):
@@ -85,25 +89,29 @@ class Store:
     def adopt(self) -> None:
         """Move every parameter's value into the store. The parameter keeps its identity, shape and flags.
 
+        A parameter that is mapped from a file is read part by part, and the file's pages are given back as they are
+        read, so that its bytes are not in memory beside the store's.
+
         Raises:
             ValueError: a parameter is not on the CPU, or its dtype cannot be kept exactly.
         """
         for group in self.groups:
             for entry, parameter in zip(group.layout.entries, group.parameters, strict=True):
                 _check_adoptable(entry.name, parameter)
+        mappings = FileMappings()
         try:
             for group in self.groups:
-                self._adopt_group(group)
+                self._adopt_group(group, mappings)
                 give_back_freed_memory()
         except BaseException:
             self.release()
             raise
 
-    def _adopt_group(self, group: Group) -> None:
+    def _adopt_group(self, group: Group, mappings: FileMappings) -> None:
         self._homes.append(_Home(group, self.format, pin=self._pin))
         try:
             for index, parameter in enumerate(group.parameters):
-                self.write_master(group.index, index, parameter.data)
+                self.write_master(group.index, index, parameter.data, mappings)
         except BaseException:
             self._homes.pop().close()
             raise
@@ -194,11 +202,28 @@ class Store:
             return join_master(view.view(-1), low).view(view.shape)
         return view.float()
 
-    def write_master(self, group: int, index: int, value: Tensor) -> None:
-        """Set one parameter's master, and its wire with it, from ``value`` of the same shape and any float dtype."""
+    def write_master(self, group: int, index: int, value: Tensor, mappings: FileMappings | None = None) -> None:
+        """Set one parameter's master, and its wire with it.
+
+        Args:
+            group: index of the group.
+            index: of the parameter in it.
+            value: of the same shape and any float dtype.
+            mappings: if they hold ``value``, its pages are given back as they are read.
+        """
         view, low = self.halves(group, index)
-        if self.format is StoreFormat.SPLIT:
-            split_master_(value.detach().to(torch.float32).contiguous().view(-1), view.view(-1), low)
+        split = self.format is StoreFormat.SPLIT
+        mapped = mappings is not None and mappings.hold(value)
+        if split or mapped:
+            wire, values = view.view(-1), value.detach().contiguous().view(-1)
+            for start in range(0, values.numel(), PART):
+                part = slice(start, start + PART)
+                if split:
+                    split_master_(values[part].to(torch.float32), wire[part], low[part])
+                else:
+                    wire[part].copy_(values[part])
+                if mapped:
+                    give_pages_back(values[part])
         else:
             view.copy_(value.detach())
         self.versions[group] += 1

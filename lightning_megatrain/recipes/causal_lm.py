@@ -27,22 +27,31 @@ from lightning_megatrain.recipes.loss import (
     without_head,
 )
 from lightning_megatrain.recipes.optim import cosine_with_warmup, decay_groups
+from lightning_megatrain.recipes.pretrained import Pretrained
 from lightning_megatrain.recipes.sampling import Sampling, continue_tokens
+from lightning_megatrain.strategy import MegaTrainStrategy
 
 
 class CausalLM(L.LightningModule):
-    """A causal language model with random weights, its loss and its optimizer.
+    """A causal language model with random or pretrained weights, its loss and its optimizer.
 
     Batches are mappings with `input_ids`, int64 (batch, time), and optionally `labels` of the same shape, aligned with
     `input_ids` (the shift by one happens here; -100 carries no loss; absent means `input_ids`). Every other entry,
     such as `attention_mask` or `position_ids`, is passed to the model.
 
     The model is built in the constructor and on the CPU, so that a seed gives the same weights whatever the strategy
-    and the device; build it under `torch.device("meta")` to learn its shapes without its memory.
+    and the device; build it under `torch.device("meta")` to learn its shapes without its memory. Pretrained weights
+    keep their files' dtype until a strategy takes them, and stay in the files until they are read. A checkpoint holds
+    the whole configuration, so that `load_from_checkpoint` needs no such files.
 
     Args:
-        arch: model type as `transformers.AutoConfig` names it, for instance "llama", "qwen2" or "gpt2".
-        config: keyword arguments of that type's configuration class.
+        arch: model type as `transformers.AutoConfig` names it, for instance "llama", "qwen2" or "gpt2"; with
+            `pretrained`, None or the type that the model must have.
+        config: keyword arguments of that type's configuration class; with `pretrained`, values that the model must
+            have.
+        pretrained: where weights and configuration come from: a Hugging Face folder with safetensors files, or a name
+            on the Hub. None gives random weights.
+        origin: where a checkpoint's model began, which an export takes its tokenizer from; set by `pretrained`.
         seed: of the random weights; the global generator is left as it was.
         lr: peak learning rate.
         betas: AdamW's decay rates of the first and second moment.
@@ -52,16 +61,19 @@ class CausalLM(L.LightningModule):
         min_lr_ratio: learning rate at the end of the cosine, as a fraction of `lr`.
 
     Raises:
-        ValueError: if `arch` is not a causal language model that transformers knows, or `config` does not suit it.
+        ValueError: if `arch` is not a causal language model that transformers knows, or `config` does not suit it; if
+            `pretrained` is not there, not whole, or differs from `arch` and `config`.
     """
 
     model: PreTrainedModel
 
     def __init__(
         self,
-        arch: str,
+        arch: str | None = None,
         config: Mapping[str, Any] | None = None,
         *,
+        pretrained: str | None = None,
+        origin: str | None = None,
         seed: int = 0,
         lr: float = 1e-3,
         betas: Sequence[float] = (0.9, 0.95),
@@ -71,10 +83,25 @@ class CausalLM(L.LightningModule):
         min_lr_ratio: float = 0.1,
     ) -> None:
         super().__init__()
+        source = None
+        if pretrained is not None:
+            on_meta = torch.empty(0).is_meta
+            source = Pretrained(pretrained, arch=arch, config=config, weights=not on_meta)
+            # What save_hyperparameters() finds here is what a checkpoint needs to be loaded without the folder.
+            arch, config, origin, pretrained = source.arch, source.config, source.origin, None  # noqa: F841
+            source = None if on_meta else source
         self.save_hyperparameters()
-        self.model = build_model(arch, config or {}, seed=seed)
+        self.model = build_model(arch, config or {}, seed=seed) if source is None else source.load()
         self.val_perplexity = Perplexity(ignore_index=IGNORE_INDEX)
         self.sampling = Sampling()
+
+    def configure_model(self) -> None:
+        """Make fp32 parameters of pretrained 16-bit ones for strategies that train parameters as they are.
+
+        The megatrain strategy takes them over as they are, part by part, and keeps exact masters.
+        """
+        if self._trainer is not None and not isinstance(self._trainer.strategy, MegaTrainStrategy):
+            self.model.float()
 
     def forward(self, input_ids: Tensor, **model_inputs: Any) -> Tensor:
         """Return logits of shape (batch, time, vocabulary) in the compute dtype."""
@@ -167,18 +194,24 @@ class CausalLM(L.LightningModule):
             return self(**inputs), targets
 
 
-def build_model(arch: str, config: Mapping[str, Any], *, seed: int) -> PreTrainedModel:
+def build_model(arch: str | None, config: Mapping[str, Any], *, seed: int) -> PreTrainedModel:
     """Build a causal language model with random weights, without touching the network or the global generator.
 
     Args:
         arch: model type as `transformers.AutoConfig` names it.
-        config: keyword arguments of that type's configuration class.
+        config: keyword arguments of that type's configuration class; its `dtype` says how weights are published and is
+            not that of these, which have torch's default dtype.
         seed: of the weights.
 
     Raises:
         ValueError: if transformers does not know `arch` or no causal language model of that type, or if its
             configuration class refuses `config`.
     """
+    if arch is None:
+        raise ValueError(
+            "model.pretrained or model.arch is needed, and neither is set; set model.pretrained=PATH_OR_NAME to a "
+            "Hugging Face folder or a name on the Hub."
+        )
     if arch not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         close = difflib.get_close_matches(arch, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else "take one like llama, qwen2 or gpt2."
@@ -187,6 +220,7 @@ def build_model(arch: str, config: Mapping[str, Any], *, seed: int) -> PreTraine
         model_config = AutoConfig.for_model(arch, **config)
     except Exception as error:  # its type differs between releases of transformers
         raise ValueError(f"model.config does not suit model.arch={arch!r}: {error.__cause__ or error}") from error
+    model_config.dtype = None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(model_config)
