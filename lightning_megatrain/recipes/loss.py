@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ def next_token_loss(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
         targets: int64 (batch, time), :data:`IGNORE_INDEX` where there is no loss.
     """
     hidden, weight, bias = _cast(hidden, head)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with _no_autocast(hidden.device):
         return ChunkedLoss.apply(hidden.flatten(0, -2), weight, bias, targets.flatten())
 
 
@@ -93,7 +93,7 @@ def logits_in_chunks(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Iterat
     """
     hidden, weight, bias = _cast(hidden.detach(), head)
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
-    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+    with torch.no_grad(), _no_autocast(hidden.device):
         rows = chunk_rows(len(hidden), weight.shape[0])
         for some, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
             yield F.linear(some, weight, bias).float(), wanted
@@ -128,14 +128,16 @@ class ChunkedLoss(torch.autograd.Function):
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             logits = F.linear(hidden[part], weight, bias).to(wide)
-            wanted, counts = targets[part].clamp_min(0)[:, None], valid[part][:, None]
-            normaliser = logits.logsumexp(1, keepdim=True)
-            total += ((normaliser - logits.gather(1, wanted)) * counts).sum()
+            wanted, counts = targets[part].clamp_min(0)[:, None], valid[part][:, None].to(wide)
+            # Step by step and in place: torch's logsumexp would hold the exponentials beside the logits.
+            true, highest = logits.gather(1, wanted), logits.amax(1, keepdim=True)
+            sums = logits.sub_(highest).exp_().sum(1, keepdim=True)
+            total += ((sums.log() + highest - true) * counts).sum()
             if not (for_hidden or for_weight or for_bias):
                 continue
-            logits.sub_(normaliser).exp_()
-            logits.scatter_(1, wanted, logits.gather(1, wanted) - 1)
-            logits.mul_(counts.to(wide) / count)
+            share = counts / count
+            logits.mul_(share / sums)
+            logits.scatter_(1, wanted, logits.gather(1, wanted) - share)
             if grad_bias is not None:
                 grad_bias += logits.sum(0)
             narrow = logits.to(hidden.dtype)
@@ -144,6 +146,7 @@ class ChunkedLoss(torch.autograd.Function):
                 torch.mm(narrow, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 grad_weight += _wide_mm(narrow.t(), hidden[part], wide)
+            del narrow
         ctx.gradients, ctx.rows, ctx.dtype = (grad_hidden, grad_weight, grad_bias), rows, hidden.dtype
         return total / count
 
@@ -164,6 +167,10 @@ def _wide_mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if a.dtype == dtype or not (a.is_cuda or a.is_meta):
         return torch.mm(a, b)
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype) if a.is_meta else torch.mm(a, b, out_dtype=dtype)
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def _cast(hidden: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
