@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_megatrain.legality import accumulates, check_optimizers, choose_schedule
 from lightning_megatrain.memory.host import available_host_bytes, parse_bytes
 from lightning_megatrain.memory.layout import Group
+from lightning_megatrain.memory.mapped import FileMappings
 from lightning_megatrain.memory.plan import Plan, make_plan
 from lightning_megatrain.memory.store import Store, StoreFormat
 from lightning_megatrain.placement import BufferPlacement
@@ -90,11 +91,17 @@ class Session:
             on_cpu = device.type == "cpu"
             self.schedule, why = choose_schedule(settings.update, trainer, optimizers, on_cpu=on_cpu)
             rank_zero_info(f"megatrain: {len(self._modules)} units, update {self.schedule!r} ({why})")
-        # What the parameters take now will be taken over.
-        free = self._free_bytes(taken=sum(p.numel() * p.element_size() for p in module.parameters()))
+        # What the parameters take now will be taken over; the pages of mapped files count as free already.
+        mapped = FileMappings()
+        taken = sum(p.numel() * p.element_size() for p in module.parameters() if not mapped.hold(p.data))
+        free = self._free_bytes(taken=taken)
         self._sum_dtype = self._choose_sum_dtype(trainer, groups, free)
         self.plan = self._plan(groups, self._sum_dtype)
         self.plan.require_host(free, _smaller(self._format))
+        if device.type == "cuda":
+            self.plan.require_device(torch.cuda.mem_get_info(device)[0])
+        if optimizers is not None:
+            rank_zero_info(f"megatrain: {self.plan.describe()}")
         self._pin = settings.pin_memory and device.type == "cuda"
         self.store = Store(groups, self._format, pin=self._pin)
         self.updater: Updater | None = None

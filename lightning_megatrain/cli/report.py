@@ -24,6 +24,7 @@ class TrainReport:
         peak_host_rss: of this process so far, bytes.
         checkpoint: path of the last checkpoint.
         log: path of the metrics.
+        exported: folder of the model as transformers open it.
     """
 
     val_loss: tuple[float, float]
@@ -33,6 +34,7 @@ class TrainReport:
     peak_host_rss: int | None
     checkpoint: Path | None
     log: Path | None
+    exported: Path | None = None
 
     def table(self) -> Table:
         """Lay the report out, one fact a row."""
@@ -47,6 +49,8 @@ class TrainReport:
         table.add_row("peak host RSS", _known(rss, ".2f", " GiB"))
         table.add_row("checkpoint", str(self.checkpoint or "-"))
         table.add_row("log", str(self.log or "-"))
+        if self.exported is not None:
+            table.add_row("exported", str(self.exported))
         return table
 
     def print(self, sample: str | None) -> None:

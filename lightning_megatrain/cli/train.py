@@ -17,7 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import DataLoader
 
 from lightning_megatrain.callbacks.throughput import Throughput
-from lightning_megatrain.cli.app import run_app
+from lightning_megatrain.checkpoint.huggingface import export_huggingface
+from lightning_megatrain.cli.app import UserError, run_app
 from lightning_megatrain.cli.report import TrainReport, peak_host_rss, print_sweep
 from lightning_megatrain.cli.values import check_values
 
@@ -44,7 +45,10 @@ def train(cfg: DictConfig) -> float:
         The final validation loss in nats per token, which is what a Hydra sweeper minimises.
     """
     check_values(cfg, targets={"optim": cfg.model["_target_"]})
+    _check_export(cfg)
     _quieten()
+    if cfg.prepare is not None:
+        instantiate(cfg.prepare)
     L.seed_everything(cfg.seed, workers=True, verbose=False)
     data: L.LightningDataModule = instantiate(cfg.data)
     module: L.LightningModule = instantiate(cfg.model, **_plain(cfg.optim))
@@ -60,13 +64,15 @@ def train(cfg: DictConfig) -> float:
     trainer.fit(module, data, ckpt_path=cfg.ckpt_path)
     bytes_per_parameter = getattr(trainer.strategy, "host_bytes_per_parameter", None)
     after = trainer.validate(module, data, verbose=False)[0]
+    checkpoint = _checkpoint(trainer)
     report = TrainReport(
         val_loss=(before["val_loss"], after["val_loss"]),
         val_perplexity=(before["val_perplexity"], after["val_perplexity"]),
         tokens_per_s=_throughput(trainer),
         host_bytes_per_parameter=bytes_per_parameter,
         peak_host_rss=peak_host_rss(),
-        checkpoint=_checkpoint(trainer),
+        checkpoint=checkpoint,
+        exported=_export(cfg.export, checkpoint),
         log=_log(trainer),
     )
     report.print(_sample(trainer, module, data, cfg.prompt))
@@ -113,6 +119,23 @@ def _checkpoint(trainer: L.Trainer) -> Path | None:
         if isinstance(callback, ModelCheckpoint) and callback.best_model_path:
             return Path(callback.best_model_path)
     return None
+
+
+def _check_export(cfg: DictConfig) -> None:
+    """Refuse, before hours of training, an export that could not be written after it."""
+    if cfg.export is None:
+        return
+    if not any(c is not None and c.get("_target_", "").endswith(".ModelCheckpoint") for c in cfg.callbacks.values()):
+        raise UserError(
+            f"export={cfg.export} is made of a checkpoint, and none is written; leave callbacks.checkpoint."
+        )
+    if Path(cfg.export).exists():
+        raise UserError(f"export={cfg.export} exists already; set export to a new folder, or remove that one.")
+
+
+def _export(out: str | None, checkpoint: Path | None) -> Path | None:
+    """Write the trained model for `from_pretrained`, if that is wanted."""
+    return None if out is None or checkpoint is None else export_huggingface(checkpoint, out=out).path
 
 
 def _log(trainer: L.Trainer) -> Path | None:

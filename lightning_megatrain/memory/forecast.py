@@ -45,6 +45,8 @@ class Work:
         fetched_bytes: bytes of all units on the wire, crossing once in the forward and once in the backward.
         pushed_bytes: bytes of all gradients.
         update_bytes: host memory traffic of the update.
+        last_bytes: of ``pushed_bytes``, those of the parameters whose gradients come last, which are needed first: the
+            embedding's. Where the update runs in the backward, nothing hides theirs.
     """
 
     tokens: int
@@ -54,6 +56,7 @@ class Work:
     fetched_bytes: int
     pushed_bytes: int
     update_bytes: int
+    last_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,20 +112,24 @@ def work_of(
         fetched_bytes=sum(g.layout.numel for g in groups if not g.resident) * wire,
         pushed_bytes=trainable * wire,
         update_bytes=trainable * (UPDATE_BYTES[store_format] - 2 * (8 - moment_bytes)),
+        last_bytes=max((g.layout.trainable_numel for g in groups if g.resident), default=0) * wire,
     )
 
 
-def forecast(work: Work, machine: Machine, schedule: Schedule) -> Forecast:
+def forecast(work: Work, machine: Machine, schedule: Schedule, measured: tuple[float, float] | None = None) -> Forecast:
     """Predict a step.
 
     A pass over the model takes as long as the slowest of what runs in it: in the forward fetch and compute, with
     ``next_forward`` also the update of the step before; in the backward fetch, compute (a forward again, and twice as
-    much for the gradients) and push, with ``in_backward`` also the update. ``blocking`` adds the update to both.
+    much for the gradients) and push, with ``in_backward`` also the update, after which the embedding's is left.
+    ``blocking`` adds the update to both.
 
     Args:
         work: the step.
         machine: the machine.
         schedule: when the update runs.
+        measured: seconds of one batch's forward and of its backward, copies included, where they were measured; they
+            take the place of the compute time that ``machine`` would give.
     """
     link = machine.link_bytes_per_s
     fetch = work.fetched_bytes / link if link else 0.0
@@ -130,13 +137,15 @@ def forecast(work: Work, machine: Machine, schedule: Schedule) -> Forecast:
     update = work.update_bytes / machine.dram_bytes_per_s
     forward_flops = work.model_flops / 3 / work.batches
     backward_flops = (2 * work.model_flops + work.block_flops) / 3 / work.batches
-    forward = {"fetch": fetch, "compute": forward_flops / machine.flops_per_s}
-    backward = {"fetch": fetch, "compute": backward_flops / machine.flops_per_s, "push": push}
+    computes = measured or (forward_flops / machine.flops_per_s, backward_flops / machine.flops_per_s)
+    forward = {"fetch": fetch, "compute": computes[0]}
+    backward = {"fetch": fetch, "compute": computes[1], "push": push}
     passes = [forward, backward] * work.batches
     if schedule == "next_forward":
         passes = [{**forward, "update": update}, *passes[1:]]
     elif schedule == "in_backward":
-        passes = [*passes[:-1], {**backward, "update": update}]
+        share = work.last_bytes / max(1, work.pushed_bytes)
+        passes = [*passes[:-1], {**backward, "update": update}, {"update": share * (update + push)}]
     else:
         passes = [*passes, {"update": update}]
     waits: dict[str, float] = {}

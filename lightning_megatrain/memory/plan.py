@@ -47,14 +47,44 @@ class Plan:
         Raises:
             RuntimeError: needed, available, the two largest items, and the hint.
         """
-        if self.host_bytes <= available:
-            return
-        largest = sorted(self.host.items(), key=lambda item: -item[1])[:2]
-        items = " and ".join(f"{name} {format_bytes(size)}" for name, size in largest)
-        raise RuntimeError(
-            f"Training {self.parameters / 1e9:.3g} billion parameters needs {format_bytes(self.host_bytes)} of host "
-            f"memory ({items}), but {format_bytes(available)} are available; {hint}."
+        if self.host_bytes > available:
+            raise RuntimeError(
+                f"Training {self._size()} needs {format_bytes(self.host_bytes)} of host memory "
+                f"({_largest(self.host)}), but {format_bytes(available)} are available; {hint}."
+            )
+
+    def require_device(self, available: int) -> None:
+        """Refuse a plan whose engine alone does not fit the device.
+
+        Args:
+            available: device bytes that are free.
+
+        Raises:
+            RuntimeError: needed, available, the two largest items, and what to set.
+        """
+        if self.device_bytes > available:
+            raise RuntimeError(
+                f"Streaming {self._size()} needs {format_bytes(self.device_bytes)} of device memory before activations "
+                f"({_largest(self.device)}), but {format_bytes(available)} are free; set a smaller prefetch, choose "
+                "smaller modules with units=..., or free the device."
+            )
+
+    def describe(self) -> str:
+        """What will be held, in one line."""
+        host = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.host.items() if size)
+        device = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.device.items() if size)
+        return (
+            f"{self._size()}; host {format_bytes(self.host_bytes)} ({host}); device {format_bytes(self.device_bytes)} "
+            f"before activations ({device})"
         )
+
+    def _size(self) -> str:
+        return f"{self.parameters / 1e9:.3g} billion parameters"
+
+
+def _largest(items: dict[str, int]) -> str:
+    largest = sorted(items.items(), key=lambda item: -item[1])[:2]
+    return " and ".join(f"{name} {format_bytes(size)}" for name, size in largest)
 
 
 def make_plan(

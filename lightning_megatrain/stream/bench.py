@@ -44,6 +44,26 @@ def bench_device(device: torch.device, dtype: torch.dtype) -> DeviceBench:
     return DeviceBench(flops, source.numel() / _seconds(copy, device, 5))
 
 
+class Traffic:
+    """Copies to the device, started and not waited for: traffic beside which something else is measured.
+
+    Args:
+        device: a CUDA device; on the CPU nothing is copied.
+        nbytes: bytes of one call.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int = 1 << 30) -> None:
+        self._source = self._target = None
+        if device.type == "cuda":
+            self._source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            self._target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def __call__(self) -> None:
+        """Start a copy."""
+        if self._source is not None and self._target is not None:
+            self._target.copy_(self._source, non_blocking=True)
+
+
 def _seconds(run: Callable[[], None], device: torch.device, times: int) -> float:
     """Seconds of one run, after a first that does not count."""
 

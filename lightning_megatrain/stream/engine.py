@@ -316,6 +316,7 @@ class Engine:
                 leaves, outputs = self._run(call, slices.take(tensors, part), [t.requires_grad for t in tensors])
                 check_graph(unit, leaves, outputs)
                 parts.append([_own(o.detach(), slot) for o in outputs])
+                del leaves, outputs  # and this slice's graph, before the next one's is made
         if [t._version for t in tensors] != input_versions:
             raise RuntimeError(
                 f"Unit {unit.name!r} changes one of its inputs in place, so it cannot be recomputed from them; "
@@ -384,6 +385,7 @@ class Engine:
                         )
                 inputs.add(found[: sum(needs)])
                 parameters.add(found[sum(needs) :])
+                del leaves, outputs, pairs, targets, found  # likewise
         made = parameters.result()
         for_shared = [next(made) if need else None for need in shared_needs]
         if wanted:
@@ -483,5 +485,5 @@ def _norm(gradient: Tensor) -> Tensor:
 
 def _own(tensor: Tensor, slot: Slot) -> Tensor:
     """A block may return a view of its weights; the slot's bytes are gone after release, so that is copied."""
-    aliases = tensor.untyped_storage().data_ptr() == slot.buffer.untyped_storage().data_ptr()
+    aliases = tensor.untyped_storage()._cdata == slot.buffer.untyped_storage()._cdata
     return tensor.clone() if aliases else tensor

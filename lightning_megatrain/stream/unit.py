@@ -139,7 +139,7 @@ class Conditions:
     @classmethod
     def capture(cls, unit: Unit, streams: Streams) -> "Conditions":
         """Read them, before the forward."""
-        kinds = {"cpu", streams.device.type}
+        kinds = {"cpu", streams.device.type} - {"meta"}
         autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)]
         return cls(
             streams.random_state(),

@@ -13,6 +13,7 @@ from typing import TypedDict
 
 import torch
 
+from lightning_megatrain.memory.arena import Arena
 from lightning_megatrain.memory.split import split_master
 from lightning_megatrain.update import reference
 from lightning_megatrain.update.adam import AdamScalars, adam_split_
@@ -82,19 +83,29 @@ def bench_host(numel: int = 1 << 26, threads: Threads = "auto", repeats: int = 7
     )
 
 
-def bandwidth(nbytes: int = 2**29, threads: Threads = "auto", repeats: int = 5) -> float:
-    """Host memory traffic in bytes per second, read and written; takes a fraction of a second.
+def update_bandwidth(
+    numel: int = 1 << 26, beside: Callable[[], None] = lambda: None, threads: Threads = "auto", repeats: int = 5
+) -> float:
+    """Host memory traffic that the update of a split master reaches, in bytes per second.
 
     Args:
-        nbytes: memory to go through; more than caches hold.
+        numel: parameters to update; more than caches hold. Each takes 16 bytes.
+        beside: starts other traffic on the host's memory and returns; called before each round.
         threads: of the host optimizer.
         repeats: rounds, of which the median counts.
     """
     plan = plan_threads(threads)
-    buffer = torch.ones(nbytes // 4)
+    dtypes = (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16)
+    arenas = [Arena(numel * dtype.itemsize) for dtype in dtypes]  # the memory that trainings use, zeros
+    high, low, first, second, grad = (a.view(d, numel) for a, d in zip(arenas, dtypes, strict=True))
+    hyper = AdamScalars(lr=1e-4, weight_decay=0.1)
+
+    def update() -> None:
+        adam_split_(high, low, first, second, grad, hyper, 1, threads=plan)
+
     with _torch_threads(plan.count):
-        [seconds] = _take_turns([_mover(buffer, plan)], repeats)
-    return 2 * buffer.nbytes / seconds
+        [seconds] = _take_turns([update], repeats, before=beside)
+    return SPLIT_BYTES * numel / seconds
 
 
 def _mover(buffer: torch.Tensor, plan: ThreadPlan) -> Callable[[], object]:
@@ -103,12 +114,15 @@ def _mover(buffer: torch.Tensor, plan: ThreadPlan) -> Callable[[], object]:
     return (lambda: kernel.scale(buffer, 1.0, plan)) if kernel else (lambda: buffer.mul_(1.0))
 
 
-def _take_turns(candidates: list[Callable[[], object]], repeats: int) -> list[float]:
+def _take_turns(
+    candidates: list[Callable[[], object]], repeats: int, before: Callable[[], None] = lambda: None
+) -> list[float]:
     """Median seconds of each candidate over ``repeats`` rounds; the round before them warms up."""
     rounds: list[list[float]] = []
     for _ in range(repeats + 1):
         times = []
         for candidate in candidates:
+            before()
             start = time.perf_counter()
             candidate()
             times.append(time.perf_counter() - start)

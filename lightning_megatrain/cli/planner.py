@@ -1,0 +1,329 @@
+"""Turns a composed `plan.yaml` into numbers: bytes, seconds, and what to set."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import lightning as L
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from lightning_megatrain.cli.app import UserError
+from lightning_megatrain.memory.forecast import Forecast, Machine, Schedule, Work, forecast, tokens_to_hide, work_of
+from lightning_megatrain.memory.host import available_host_bytes, format_bytes, parse_bytes
+from lightning_megatrain.memory.layout import Group
+from lightning_megatrain.memory.plan import Plan, make_plan
+from lightning_megatrain.memory.store import StoreFormat
+from lightning_megatrain.precision import Bf16Precision, FullPrecision, MegaTrainPrecision, SplitMasterPrecision
+from lightning_megatrain.recipes.flops import TokenFlops, token_flops
+from lightning_megatrain.stream.bench import TRAINING_SHARE, Traffic, bench_device
+from lightning_megatrain.stream.discovery import find_units, make_groups
+from lightning_megatrain.stream.gradients import GRADIENT_BUFFERS
+from lightning_megatrain.stream.rehearsal import Part, step_memory, step_seconds
+from lightning_megatrain.update.bench import update_bandwidth
+from lightning_megatrain.update.gradients import SLABS
+
+FORMATS = {"32-true": StoreFormat.FP32, "bf16-mixed": StoreFormat.SPLIT, "bf16-true": StoreFormat.BF16}
+
+SYSTEM_BYTES = 4 * 2**30
+"""Host memory left to the system and to Python, where the config says what is installed and not what is free."""
+
+KERNEL_BYTES = 96 * 2**20
+"""Device memory that libraries keep for their kernels (matrix products, attention), which no tensor shows."""
+
+SUSTAINED = 0.9
+"""Part of the update's rate on a gigabyte that is left on a whole model: 81 to 102 GB/s of 97 to 131 beside an H200."""
+
+
+class Planner:
+    """One configuration, its model on the meta device."""
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self.cfg = cfg
+        if "prefetch" not in cfg.strategy:
+            raise UserError("plan is for the megatrain strategy; leave strategy=... at megatrain.")
+        self.strategy: dict[str, Any] = OmegaConf.to_object(cfg.strategy)  # type: ignore[assignment]
+        if cfg.precision.lightning not in FORMATS:
+            raise UserError(f"precision {cfg.precision.lightning!r} is not planned; set precision=bf16_mixed.")
+        module = self._module()
+        units = find_units(module, self.strategy["units"])
+        self.units = len(units)
+        self.groups: list[Group] = make_groups(module, units)
+        self.flops: TokenFlops = token_flops(module.model, cfg.data.seq_len)
+        self.batches: int = cfg.trainer.accumulate_grad_batches
+        self.rows: int = cfg.data.batch_size
+        self.tokens: int = self.rows * cfg.data.seq_len * self.batches
+        self.format = FORMATS[cfg.precision.lightning]
+        self._has_device = cfg.gpu.memory is None or parse_bytes(cfg.gpu.memory) > 0
+
+    def _module(self) -> L.LightningModule:
+        """The model, without memory."""
+        with torch.device("meta"):
+            optim = OmegaConf.to_container(self.cfg.optim, resolve=True)
+            return instantiate(self.cfg.model, **optim)  # type: ignore[arg-type]
+
+    def schedule(self) -> tuple[Schedule, str]:
+        """The schedule that will run, and why."""
+        if self.strategy["update"] != "auto":
+            return self.strategy["update"], "as asked"
+        why = self._needs_all_gradients()
+        return ("next_forward", why) if why else ("in_backward", "nothing needs all gradients at once")
+
+    def _needs_all_gradients(self) -> str | None:
+        """Why the update cannot run in the backward, if it cannot."""
+        if self.cfg.trainer.gradient_clip_val:
+            return "gradients are clipped"
+        return "gradients are accumulated over batches" if self.batches > 1 else None
+
+    @cached_property
+    def machine(self) -> Machine:
+        """The machine that the config names; what it leaves open is read from this one, or measured."""
+        cfg, host, gpu = self.cfg, self.cfg.host, self.cfg.gpu
+        if cfg.strategy.host_memory != "auto":
+            memory = parse_bytes(cfg.strategy.host_memory)
+        elif host.memory is not None:
+            memory = parse_bytes(host.memory) - SYSTEM_BYTES
+        else:
+            memory = available_host_bytes()
+        dram = self._update_bandwidth() if host.dram_gb_per_s is None else host.dram_gb_per_s * 1e9
+        peak = gpu.fp32_tflops if self.format is StoreFormat.FP32 else gpu.bf16_tflops
+        if peak is None:
+            device_bytes, rate, link = self._this_device()
+        else:
+            device_bytes, rate = parse_bytes(gpu.memory), peak * 1e12 * gpu.achievable
+            link = None if gpu.link_gb_per_s is None else gpu.link_gb_per_s * 1e9
+        if link is not None and host.pcie_gb_per_s is not None:
+            link = min(link, host.pcie_gb_per_s * 1e9)
+        return Machine(memory, device_bytes, dram, link, rate)
+
+    @staticmethod
+    def _update_bandwidth() -> float:
+        """Of this host, beside the copies that it makes while it trains."""
+        traffic = Traffic(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return SUSTAINED * update_bandwidth(beside=traffic)
+
+    def _this_device(self) -> tuple[int, float, float | None]:
+        """Memory in bytes, FLOPs a second while training this model, and link rate of the device that is here."""
+        dtype = torch.float32 if self.format is StoreFormat.FP32 else torch.bfloat16
+        if not torch.cuda.is_available():
+            measured = bench_device(torch.device("cpu"), dtype)
+            return 0, measured.flops_per_s * TRAINING_SHARE, None
+        device = torch.device("cuda", 0)
+        measured = bench_device(device, dtype)
+        total = torch.cuda.get_device_properties(device).total_memory
+        return total, measured.flops_per_s * TRAINING_SHARE, measured.link_bytes_per_s
+
+    @cached_property
+    def measured(self) -> tuple[float, float] | None:
+        """Seconds of a batch's forward and backward on the GPU that is here, if it is the one to plan for."""
+        if self.cfg.gpu.memory is not None or not torch.cuda.is_available():
+            return None
+        module, precision = self._module(), _PRECISIONS[self.format]()
+        try:
+            seconds = step_seconds(
+                module,
+                self._part(self.schedule()[0], self.microbatch),
+                lambda where: self._loss(module, where),
+                torch.device("cuda", 0),
+                compute_context=precision.unit_context,
+                step_context=precision.train_step_context,
+            )
+        except torch.OutOfMemoryError:
+            return None
+        return seconds.forward, seconds.backward
+
+    def _part(self, schedule: Schedule, microbatch: int | None) -> Part:
+        return Part(
+            units=self.strategy["units"],
+            store_format=self.format,
+            prefetch=self.strategy["prefetch"],
+            microbatch=microbatch,
+            residents_early=schedule == "in_backward",
+            norms=schedule != "in_backward" and self.format is not StoreFormat.FP32,
+        )
+
+    def _loss(self, module: L.LightningModule, device: torch.device) -> Tensor:
+        """Of one batch of the planned size, on the device."""
+        shape = self.rows, self.cfg.data.seq_len
+        vocabulary = module.model.get_input_embeddings().num_embeddings
+        return module.loss({"input_ids": torch.randint(0, vocabulary, shape, device=device)})
+
+    def device_peak(self, schedule: Schedule, microbatch: int | None) -> int | None:
+        """Most device bytes in a step; None where they cannot be told, or no device is planned."""
+        if not self._has_device or (self.cfg.gpu.memory is None and not torch.cuda.is_available()):
+            return None
+        module = self._module()
+        try:
+            found = step_memory(module, self._part(schedule, microbatch), lambda where: self._loss(module, where))
+        except (RuntimeError, NotImplementedError):  # an operation without a form on the meta device
+            return None
+        return found.peak + KERNEL_BYTES
+
+    @cached_property
+    def microbatch(self) -> int | None:
+        """As set; else the largest with which the step fits the device, None for the whole batch."""
+        return self._fitted[0]
+
+    @cached_property
+    def peak(self) -> int | None:
+        """Device bytes with :attr:`microbatch`."""
+        return self._fitted[1]
+
+    @cached_property
+    def _fitted(self) -> tuple[int | None, int | None]:
+        schedule, wanted = self.schedule()[0], self.strategy["microbatch"]
+        asked = self.device_peak(schedule, wanted)
+        memory = self._device_memory()
+        if asked is None or asked <= memory or wanted is not None:
+            return wanted, asked
+        rows = self.rows
+        while rows > 1:
+            rows = -(-rows // 2)
+            peak = self.device_peak(schedule, rows)
+            if peak is not None and peak <= memory:
+                return rows, peak
+        return wanted, asked
+
+    def _device_memory(self) -> int:
+        if self.cfg.gpu.memory is not None:
+            return parse_bytes(self.cfg.gpu.memory)
+        return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+
+    def bytes_with(self, schedule: str, store_format: StoreFormat, moments_dtype: str) -> Plan:
+        """The strategy's own plan."""
+        sums_fp32 = self.batches > 1 and store_format is not StoreFormat.FP32 and schedule != "in_backward"
+        return make_plan(
+            self.groups,
+            store_format,
+            training=True,
+            moment_bytes=2 * (4 if moments_dtype == "float32" else 2),
+            gradients_coexist=schedule != "in_backward",
+            gradient_bytes=4 if sums_fp32 and self.strategy["accumulate_dtype"] != "bfloat16" else None,
+            slots=min(self.strategy["prefetch"] + 1, self.units),
+            gradient_buffers=GRADIENT_BUFFERS,
+            slabs=SLABS,
+        )
+
+    def remedy(self, schedule: str) -> str:
+        """The smallest change that would make it fit."""
+        moments = self.strategy["moments_dtype"]
+        options: list[tuple[str, str, StoreFormat, str]] = []
+        if schedule != "in_backward":
+            options.append(("no clipping and no accumulation, so that update=in_backward is possible", "in_backward",
+                            self.format, moments))  # fmt: skip
+        split = StoreFormat.SPLIT
+        if self.format is StoreFormat.FP32:
+            options.append(("precision=bf16_mixed", schedule, split, moments))
+        options += [
+            ("precision=bf16_mixed strategy.moments_dtype=bfloat16", schedule, split, "bfloat16"),
+            ("precision=bf16_true", schedule, StoreFormat.BF16, "float32"),
+            ("precision=bf16_true strategy.moments_dtype=bfloat16", schedule, StoreFormat.BF16, "bfloat16"),
+        ]
+        for text, when, store_format, moments_dtype in options:
+            if self.bytes_with(when, store_format, moments_dtype).host_bytes <= self.machine.host_bytes:
+                return f"it would fit with {text}"
+        needed = self.bytes_with(schedule, self.format, moments).host_bytes
+        return f"no setting fits; {format_bytes(needed + SYSTEM_BYTES)} of host memory would"
+
+    def _remedies(self, schedule: Schedule, fits_host: bool, fits_device: bool) -> str | None:
+        """What to change, for the host and for the device."""
+        found = [] if fits_host else [self.remedy(schedule)]
+        if not fits_device:
+            if self.microbatch != self.strategy["microbatch"]:
+                found.append(f"the device would hold it with strategy.microbatch={self.microbatch}")
+            else:
+                found.append(
+                    f"the device is too small for its units at data.batch_size={self.rows} and "
+                    f"data.seq_len={self.cfg.data.seq_len}; set a smaller one of these"
+                )
+        return "; ".join(found) or None
+
+    def _fastest(self, work: Work) -> Schedule:
+        """Of the schedules that may run and whose gradients fit the host."""
+        legal: list[Schedule] = ["next_forward", "blocking"]  # the first of equals counts
+        if self._needs_all_gradients() is None:
+            legal.insert(0, "in_backward")
+        fitting = [
+            s
+            for s in legal
+            if self.bytes_with(s, self.format, self.strategy["moments_dtype"]).host_bytes <= self.machine.host_bytes
+        ]
+        return min(fitting or legal, key=lambda s: forecast(work, self.machine, s, self.measured).step)
+
+    def result(self) -> dict[str, Any]:
+        """Everything that is printed."""
+        schedule, why = self.schedule()
+        planned = self.bytes_with(schedule, self.format, self.strategy["moments_dtype"])
+        moment_bytes = 8 if self.strategy["moments_dtype"] == "float32" else 4
+        work = work_of(
+            self.groups,
+            self.format,
+            tokens=self.tokens,
+            batches=self.batches,
+            flops_per_token=self.flops.model,
+            block_flops_per_token=self.flops.blocks,
+            moment_bytes=moment_bytes,
+        )
+        predicted = forecast(work, self.machine, schedule, self.measured)
+        fits_host = planned.host_bytes <= self.machine.host_bytes
+        device = planned.device
+        asked = self.strategy["microbatch"]
+        if self.peak is not None:
+            device = {**device, "activations and kernels": max(0, self.peak - planned.device_bytes)}
+        device_bytes = sum(device.values())
+        device_memory = self._device_memory()
+        fits_device = not device_memory or (device_bytes <= device_memory and self.microbatch == asked)
+        return {
+            "parameters": planned.parameters,
+            "parameters_per_token": self.flops.parameters,
+            "fits": fits_host and fits_device,
+            "remedy": self._remedies(schedule, fits_host, fits_device),
+            "update": schedule,
+            "update_because": why,
+            "host_bytes": planned.host_bytes,
+            "host_available_bytes": self.machine.host_bytes,
+            "host_bytes_by_item": planned.host,
+            "host_bytes_per_parameter": planned.host_bytes_per_parameter,
+            "device_bytes": device_bytes,
+            "device_available_bytes": device_memory,
+            "device_bytes_by_item": device,
+            "activations_counted": self.peak is not None,
+            "best": {"microbatch": self.microbatch, "update": self._fastest(work)},
+            "tokens_per_step": self.tokens,
+            **{f"{k}_s" if k != "binds" else k: v for k, v in dataclasses.asdict(predicted).items()},
+            "tokens_per_s": self.tokens / predicted.step,
+            "model_tflops": work.model_flops / predicted.step / 1e12,
+            "tokens_to_hide": tokens_to_hide(work, self.machine, schedule),
+            **self._money(work, predicted, planned),
+        }
+
+    def _money(self, work: Work, predicted: Forecast, planned: Plan) -> dict[str, Any]:
+        """Hours and money for a billion tokens, here and on the rented node."""
+        cfg, node = self.cfg, self.cfg.node
+        hours = 1e9 / self.tokens * predicted.step / 3600
+        prices = [cfg.host.price_per_hour, cfg.gpu.price_per_hour]
+        node_rate = node.gpus * node.bf16_tflops * 1e12 * node.mfu
+        node_hours = 1e9 * self.flops.model / node_rate / 3600
+        node_bytes = node.gpus * parse_bytes(node.memory)
+        return {
+            "hours_per_billion_tokens": hours,
+            "price_per_billion_tokens": None if None in prices else hours * sum(prices),
+            "rented": {
+                "name": node.name,
+                "fits": planned.parameters * node.bytes_per_parameter <= node_bytes,
+                "hours_per_billion_tokens": node_hours,
+                "price_per_billion_tokens": node_hours * node.price_per_hour,
+            },
+        }
+
+
+_PRECISIONS: dict[StoreFormat, Callable[[], MegaTrainPrecision]] = {
+    StoreFormat.FP32: FullPrecision,
+    StoreFormat.SPLIT: lambda: SplitMasterPrecision("cuda"),
+    StoreFormat.BF16: Bf16Precision,
+}

@@ -1,0 +1,296 @@
+"""A step without weights: the engine runs on stand-ins, to learn what memory and time the device will take."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_megatrain.memory.layout import Group
+from lightning_megatrain.memory.store import Store, StoreFormat
+from lightning_megatrain.stream.discovery import UnitSelector, find_units, make_groups
+from lightning_megatrain.stream.engine import Engine
+from lightning_megatrain.stream.streams import Copy, Event, HostStreams, Lane, Streams
+from lightning_megatrain.stream.tracker import MemoryTracker, OnDevice
+
+
+@dataclass(frozen=True)
+class Part:
+    """How a step will be run.
+
+    Attributes:
+        units: as for :class:`Engine`'s owner: which modules are streamed.
+        store_format: how masters are kept.
+        prefetch: as for :class:`Engine`.
+        microbatch: as for :class:`Engine`.
+        residents_early: as :attr:`GradientSink.takes_residents_early`.
+        norms: as :attr:`GradientSink.wants_norms`.
+    """
+
+    units: UnitSelector
+    store_format: StoreFormat
+    prefetch: int
+    microbatch: int | None
+    residents_early: bool
+    norms: bool
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Device bytes of a training step.
+
+    Attributes:
+        engine: what the engine holds throughout: resident weights, slots, gradient buffers.
+        peak: the most at any time, with the batch, activations and gradients.
+    """
+
+    engine: int
+    peak: int
+
+
+def step_memory(
+    model: nn.Module, part: Part, loss: Callable[[torch.device], Tensor], *, shorten: bool = True
+) -> StepMemory:
+    """Run one training step on the meta device and count.
+
+    Args:
+        model: the whole module, on the meta device; it is used up.
+        part: how the step will be run.
+        loss: makes a batch on the device it is given, and computes its loss.
+        shorten: run a few units of a model whose units are alike, and reckon with the others: each of them adds what
+            it saves for the backward to all that is held from the end of the forward to the start of the backward.
+
+    Raises:
+        RuntimeError: an operation has no form on the meta device, such as one whose result's shape depends on values.
+    """
+    tracker = MemoryTracker()
+    device = torch.device("meta")
+    left_out = _shorten(model, part.units) if shorten else 0
+    units = find_units(model, part.units)
+    top = _Top(tracker, list(units.values()))
+    groups = make_groups(model, units)
+    store = _EmptyStore(groups, part.store_format, device)
+    for memory in (store.wire_memory, store.slab_memory):
+        tracker.leave_out(memory)
+    with tracker, OnDevice():
+        # Autograd runs nodes without the function modes around it, hence the recompute enters its own.
+        engine = _engine(model, part, store, _MetaStreams(device), OnDevice)
+        held = tracker.live
+        _step(engine, lambda: loss(device))
+    peak = max(tracker.peak, top.peak + left_out * top.saved_per_unit) if left_out else tracker.peak
+    return StepMemory(engine=held, peak=peak)
+
+
+_SHORT = 4
+"""Units that are run for all: the first has neighbours unlike it, and so has the last."""
+
+
+def _shorten(model: nn.Module, selector: UnitSelector) -> int:
+    """Take units off the end of the one list that holds them all, if they are alike; how many."""
+    units = find_units(model, selector)
+    forms = {(type(m), tuple((n, p.shape) for n, p in m.named_parameters())) for m in units.values()}
+    owners = {name.rpartition(".")[0] for name in units}
+    if len(units) <= _SHORT or len(forms) > 1 or len(owners) > 1:
+        return 0
+    blocks = model.get_submodule(owners.pop())
+    if not isinstance(blocks, nn.ModuleList) or len(blocks) != len(units):
+        return 0
+    del blocks[_SHORT:]
+    return len(units) - _SHORT
+
+
+class _Top:
+    """The peak while the most units have saved their inputs: from the last unit's forward to the end of its backward.
+
+    Attributes:
+        peak: bytes.
+        saved_per_unit: bytes that each unit's forward leaves behind for its backward.
+    """
+
+    def __init__(self, tracker: MemoryTracker, units: Sequence[nn.Module]) -> None:
+        self.peak = self.saved_per_unit = 0
+        self._tracker = tracker
+        self._before: list[int] = []
+        if len(units) >= _SHORT:
+            for unit in units:
+                unit.register_forward_pre_hook(lambda *_: self._before.append(tracker.live))
+            units[-2].register_forward_hook(self._begin)
+
+    def _begin(self, module: nn.Module, args: Any, output: Any) -> None:
+        made = next(t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad)
+        made.register_hook(self._end)
+        self._earlier, self._tracker.peak = self._tracker.peak, self._tracker.live
+
+    def _end(self, gradient: Tensor) -> None:
+        self.peak = self._tracker.peak
+        self._tracker.peak = max(self._earlier, self.peak)
+        self.saved_per_unit = self._before[2] - self._before[1]
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """How long a step's passes take, copies included and updates not."""
+
+    forward: float
+    backward: float
+
+
+def step_seconds(
+    model: nn.Module,
+    part: Part,
+    loss: Callable[[torch.device], Tensor],
+    device: torch.device,
+    *,
+    compute_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    step_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> StepSeconds:
+    """Run a training step on a CUDA device and take the time.
+
+    Copies are made, all from and to the same host memory, so the host needs no more than the largest unit takes.
+    Weights are random numbers.
+
+    Args:
+        model: the whole module, on the meta device; it is used up.
+        part: how the step will be run.
+        loss: makes a batch on the device it is given, and computes its loss.
+        device: the device.
+        compute_context: as for :class:`Engine`.
+        step_context: entered around ``loss``, as the precision does.
+
+    Raises:
+        torch.OutOfMemoryError: the step does not fit the device.
+    """
+    _share_memory(model, device)
+    groups = make_groups(model, find_units(model, part.units))
+    store = _EmptyStore(groups, part.store_format, torch.device("cpu"), pin=True)
+    for memory in (store.wire_memory, store.slab_memory):  # drawn on the device, which is faster
+        memory.copy_(torch.randn(memory.numel(), dtype=memory.dtype, device=device) * 0.02)
+    engine = _engine(model, part, store, Streams.on(device), compute_context)
+
+    def run() -> Tensor:
+        with step_context():
+            return loss(device)
+
+    _step(engine, run, close=False)  # kernels are chosen, and the allocator learns what is needed
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+    torch.cuda.synchronize(device)
+    marks[0].record()
+    _step(engine, run, after_forward=marks[1].record)
+    marks[2].record()
+    torch.cuda.synchronize(device)
+    forward, backward = (a.elapsed_time(b) / 1e3 for a, b in pairwise(marks))
+    return StepSeconds(forward, backward)
+
+
+def _engine(model: nn.Module, part: Part, store: "_EmptyStore", streams: Streams, compute_context: Any) -> Engine:
+    for group in store.groups:
+        store.show(group)
+    return Engine(
+        model,
+        list(find_units(model, part.units).values()),
+        store.groups,
+        store,
+        streams,
+        prefetch=part.prefetch,
+        microbatch=part.microbatch,
+        sink=_NoUpdates(store, part),
+        compute_context=compute_context,
+    )
+
+
+def _step(
+    engine: Engine, loss: Callable[[], Tensor], *, close: bool = True, after_forward: Callable[[], None] = lambda: None
+) -> None:
+    try:
+        engine.begin_step()
+        value = loss()
+        after_forward()
+        engine.begin_backward()
+        value.backward()
+        engine.end_backward()
+        engine.end_step()
+    except BaseException:
+        engine.close()
+        raise
+    if close:
+        engine.close()
+
+
+def _share_memory(model: nn.Module, device: torch.device) -> None:
+    """Parameters on the CPU that are all the same, untouched memory, and buffers of ones on the device."""
+    largest = max((p.numel() for p in model.parameters()), default=0)
+    memory = torch.empty(largest, dtype=torch.float32)
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                data = memory[: parameter.numel()].view(parameter.shape)
+                made.setdefault(id(parameter), nn.Parameter(data, parameter.requires_grad))
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.ones_like(buffer, device=device)
+
+
+class _EmptyStore(Store):
+    """A store with the memory of one group for all."""
+
+    def __init__(
+        self, groups: Sequence[Group], store_format: StoreFormat, device: torch.device, *, pin: bool = False
+    ) -> None:
+        super().__init__(groups, store_format, pin=pin)
+        largest, dtype = max(g.layout.numel for g in groups), store_format.wire_dtype
+        self.wire_memory, self.slab_memory = (
+            torch.empty(largest, dtype=dtype, device=device, pin_memory=pin) for _ in range(2)
+        )
+        self._wires = [self.wire_memory[: g.layout.numel] for g in groups]
+        self._views = [g.layout.views(wire) for g, wire in zip(groups, self._wires, strict=True)]
+
+    def wire(self, group: int) -> Tensor:
+        return self._wires[group]
+
+    def host_views(self, group: int) -> list[Tensor]:
+        return self._views[group]
+
+    def take_assigned(self) -> None:
+        return
+
+    def write_wire(self, group: int, index: int, value: Tensor) -> None:
+        return
+
+
+class _MetaStreams(HostStreams):
+    """Copies between host and device happen at once and cost nothing."""
+
+    def copy(self, lane: Lane, target: Tensor, source: Tensor, after: Any = ()) -> Copy:
+        return Copy(target, source, Event())
+
+
+class _NoUpdates:
+    """A sink that throws gradients away."""
+
+    def __init__(self, store: _EmptyStore, part: Part) -> None:
+        self.takes_residents_early, self.wants_norms = part.residents_early, part.norms
+        self._store = store
+        self._under_way: list[Any] = []
+
+    def destination(self, group: int, last: bool) -> Tensor:
+        return self._store.slab_memory[: self._store.groups[group].layout.trainable_numel]
+
+    def landed(self, group: int, copies: Any, *args: Any) -> None:
+        # A copy holds on to its source until the device has made it, and work is launched long before. Gradients of
+        # units are copied from buffers that stay; those of residents are there at least until a unit's follow.
+        if self._store.groups[group].resident:
+            self._under_way.append(copies)
+        else:
+            self._under_way.clear()
+
+    def updated(self, group: int) -> bool:
+        return True
+
+    def wait_updated(self, group: int) -> None:
+        return
