@@ -150,9 +150,13 @@ class CausalLM(L.LightningModule):
         self.log("val_perplexity", self.val_perplexity, batch_size=weight)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Continue `input_ids` as `self.sampling` says; int64 of shape (batch, time + new)."""
-        context = self.model.config.max_position_embeddings
-        return continue_tokens(self, batch["input_ids"], self.sampling, context=context)
+        """Continue `input_ids` as `self.sampling` says, or up to the end; int64 of shape (batch, time + new)."""
+        config = self.model.config.get_text_config()
+        ends = self.model.generation_config.eos_token_id if self.model.generation_config else config.eos_token_id
+        stop = ends if isinstance(ends, list) else [ends] if ends is not None else []
+        return continue_tokens(
+            self, batch["input_ids"], self.sampling, context=config.max_position_embeddings, stop=stop
+        )
 
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW with decay groups, and a warm-up and cosine schedule that moves every optimizer step."""

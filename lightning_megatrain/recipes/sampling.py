@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -37,8 +37,15 @@ class Sampling:
             raise ValueError(f"top_k={self.top_k} must be at least 1, or null for no limit.")
 
 
-def continue_tokens(forward: Callable[[Tensor], Tensor], prompt: Tensor, sampling: Sampling, *, context: int) -> Tensor:
-    """Extend each row of `prompt` by `sampling.max_new_tokens` sampled tokens.
+def continue_tokens(
+    forward: Callable[[Tensor], Tensor],
+    prompt: Tensor,
+    sampling: Sampling,
+    *,
+    context: int,
+    stop: Collection[int] = (),
+) -> Tensor:
+    """Extend each row of `prompt` by `sampling.max_new_tokens` sampled tokens, or fewer if all rows have stopped.
 
     Every token costs one full forward over at most `context` tokens. That needs nothing of the model but its ordinary
     forward, so it runs under any strategy; a key-value cache would save arithmetic but, with weights streamed from
@@ -49,9 +56,10 @@ def continue_tokens(forward: Callable[[Tensor], Tensor], prompt: Tensor, samplin
         prompt: int64 of shape (batch, time), time >= 1.
         sampling: how to draw.
         context: tokens that the model can look back on.
+        stop: tokens that end a row; it is filled up with the one that ended it while others go on.
 
     Returns:
-        int64 of shape (batch, time + max_new_tokens): prompt and continuation, on the prompt's device.
+        int64 of shape (batch, time + new), new at most max_new_tokens: prompt and continuation, on the prompt's device.
 
     Raises:
         ValueError: if the prompt is empty.
@@ -61,9 +69,15 @@ def continue_tokens(forward: Callable[[Tensor], Tensor], prompt: Tensor, samplin
     # Drawing on the CPU makes the result independent of the device for equal logits.
     generator = torch.Generator().manual_seed(sampling.seed)
     tokens = prompt
+    ends = torch.tensor(sorted(stop), dtype=torch.int64)
+    last, stopped = prompt[:, -1:].cpu(), torch.zeros(len(prompt), 1, dtype=torch.bool)
     for _ in range(sampling.max_new_tokens):
         logits = forward(tokens[:, -context:])[:, -1].float().cpu()
-        tokens = torch.cat([tokens, _draw(logits, sampling, generator).to(tokens.device)], dim=1)
+        last = torch.where(stopped, last, _draw(logits, sampling, generator))
+        tokens = torch.cat([tokens, last.to(tokens.device)], dim=1)
+        stopped |= torch.isin(last, ends)
+        if stopped.all():
+            break
     return tokens
 
 

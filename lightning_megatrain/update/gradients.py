@@ -187,11 +187,10 @@ class HostGradients:
         together = [a or b for a, b in zip(now, present, strict=True)]
         apart = self._sums_apart(group, last)
         layout = self._groups[group].layout
-        under_way = list(copies)
 
         def task() -> None:
-            while under_way:  # each lets go of its device memory as soon as it is done
-                under_way.pop(0).done.wait()
+            for copy in copies:
+                copy.done.wait()
             gradients = None if slab is None else slab[: layout.trainable_numel]
             held = now if apart or not any(before) else before
             if gradients is not None and (any(held) or (self._converts and not apart)):

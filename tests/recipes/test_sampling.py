@@ -44,6 +44,14 @@ def test_the_model_never_sees_more_than_its_context():
     assert seen == [2, 3, 4, 4, 4]
 
 
+def test_a_row_ends_at_a_stop_token_and_all_end_together():
+    sampling = Sampling(max_new_tokens=6, temperature=0)
+    out = continue_tokens(successor, torch.tensor([[5], [4]]), sampling, context=8, stop=[7])
+    assert out.tolist() == [[5, 6, 7, 7], [4, 5, 6, 7]]
+    alone = continue_tokens(successor, torch.tensor([[7]]), sampling, context=8, stop=[7])
+    assert alone.tolist() == [[7, 0, 1, 2, 3, 4, 5]]  # one in the prompt ends nothing
+
+
 @pytest.mark.parametrize("wrong", [{"temperature": -1.0}, {"top_k": 0}, {"max_new_tokens": -1}])
 def test_values_out_of_range_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
