@@ -38,6 +38,7 @@ class Settings:
     units: UnitSelector
     prefetch: int
     microbatch: int | None
+    recompute: Literal["always", "never"]
     update: str
     host_memory: str | int
     threads: int | Literal["auto"]
@@ -181,6 +182,7 @@ class Session:
             Streams.on(self._device),
             prefetch=self._settings.prefetch,
             microbatch=self._settings.microbatch,
+            keep_graphs=len(self._modules) if self._settings.recompute == "never" else 0,
             sink=self.updater,
             compute_context=self._precision.unit_context,
         )

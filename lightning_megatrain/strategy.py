@@ -52,6 +52,9 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         microbatch: batch size inside a unit. The unit's weights are fetched once and serve the batch in slices of this
             size, so a large batch fits a small device. ``None`` runs the whole batch at once. The batch is dimension 0
             of the unit's first floating-point input.
+        recompute: ``"always"`` keeps each unit's inputs only and computes its forward again in the backward, so the
+            device holds the activations of one unit; ``"never"`` keeps those of all, as plain training does, and saves
+            a forward. Weights are streamed either way. The numbers are the same to the bit.
         update: when the host optimizer runs. ``"in_backward"`` updates each unit as its gradients arrive, behind the
             backward of the others; ``"next_forward"`` hides the update behind the forward of the next step, so that
             gradients can be clipped and accumulated first; ``"blocking"`` updates in ``optimizer.step()``;
@@ -94,6 +97,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         units: str | Sequence[str] | Callable[[str, nn.Module], bool] = "auto",
         prefetch: int = 2,
         microbatch: int | None = None,
+        recompute: Literal["always", "never"] = "always",
         update: Literal["auto", "in_backward", "next_forward", "blocking"] = "auto",
         host_memory: str | int = "auto",
         threads: int | Literal["auto"] = "auto",
@@ -113,6 +117,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             raise ValueError(f"prefetch={prefetch} is not a number of units; set 0 or more.")
         if microbatch is not None and microbatch < 1:
             raise ValueError(f"microbatch={microbatch} is not a batch size; set 1 or more, or None.")
+        _require_one_of("recompute", recompute, ("always", "never"))
         _require_one_of("update", update, ("auto", "in_backward", "next_forward", "blocking"))
         _require_one_of("moments_dtype", moments_dtype, ("float32", "bfloat16"))
         _require_one_of("accumulate_dtype", accumulate_dtype, ("auto", "float32", "bfloat16"))
@@ -126,6 +131,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             units=units,
             prefetch=prefetch,
             microbatch=microbatch,
+            recompute=recompute,
             update=update,
             host_memory=host_memory,
             threads=threads,

@@ -83,7 +83,7 @@ def _print(result: dict[str, Any]) -> None:
             f"{format_bytes(result['device_bytes'])} of {format_bytes(result['device_available_bytes'])}"
         ),
         **{f"  {item}": format_bytes(size) for item, size in result["device_bytes_by_item"].items()},
-        "best here": f"strategy.microbatch={best['microbatch'] or 'null'} strategy.update={best['update']}",
+        "best here": " ".join(f"strategy.{key}={value or 'null'}" for key, value in best.items()),
         "tokens per step": f"{result['tokens_per_step']:,}",
         "seconds per step": f"{result['step_s']:.3g}, of which most waits for {result['binds']}",
         **{f"  {what}": f"{result[what + '_s']:.3g}" for what in ("fetch", "compute", "push", "update")},

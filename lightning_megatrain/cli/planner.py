@@ -137,12 +137,13 @@ class Planner:
             return None
         return seconds.forward, seconds.backward
 
-    def _part(self, schedule: Schedule, microbatch: int | None) -> Part:
+    def _part(self, schedule: Schedule, microbatch: int | None, *, keeps_graphs: bool | None = None) -> Part:
         return Part(
             units=self.strategy["units"],
             store_format=self.format,
             prefetch=self.strategy["prefetch"],
             microbatch=microbatch,
+            keeps_graphs=self.keeps_graphs if keeps_graphs is None else keeps_graphs,
             residents_early=schedule == "in_backward",
             norms=schedule != "in_backward" and self.format is not StoreFormat.FP32,
         )
@@ -153,13 +154,21 @@ class Planner:
         vocabulary = module.model.get_input_embeddings().num_embeddings
         return module.loss({"input_ids": torch.randint(0, vocabulary, shape, device=device)})
 
-    def device_peak(self, schedule: Schedule, microbatch: int | None) -> int | None:
+    @property
+    def keeps_graphs(self) -> bool:
+        """Whether the strategy is set to."""
+        return self.strategy["recompute"] == "never"
+
+    def device_peak(
+        self, schedule: Schedule, microbatch: int | None, *, keeps_graphs: bool | None = None
+    ) -> int | None:
         """Most device bytes in a step; None where they cannot be told, or no device is planned."""
         if not self._has_device or (self.cfg.gpu.memory is None and not torch.cuda.is_available()):
             return None
         module = self._module()
         try:
-            found = step_memory(module, self._part(schedule, microbatch), lambda where: self._loss(module, where))
+            part = self._part(schedule, microbatch, keeps_graphs=keeps_graphs)
+            found = step_memory(module, part, lambda where: self._loss(module, where))
         except (RuntimeError, NotImplementedError):  # an operation without a form on the meta device
             return None
         return found.peak + KERNEL_BYTES
@@ -243,6 +252,13 @@ class Planner:
                 )
         return "; ".join(found) or None
 
+    def _least_recompute(self, schedule: Schedule) -> str:
+        """Whether the device has room for the graphs of all units."""
+        if self.peak is None:
+            return self.strategy["recompute"]
+        kept = self.device_peak(schedule, self.microbatch, keeps_graphs=True)
+        return "never" if kept is not None and kept <= self._device_memory() else "always"
+
     def _fastest(self, work: Work) -> Schedule:
         """Of the schedules that may run and whose gradients fit the host."""
         legal: list[Schedule] = ["next_forward", "blocking"]  # the first of equals counts
@@ -266,7 +282,7 @@ class Planner:
             tokens=self.tokens,
             batches=self.batches,
             flops_per_token=self.flops.model,
-            block_flops_per_token=self.flops.blocks,
+            block_flops_per_token=0.0 if self.keeps_graphs else self.flops.blocks,
             moment_bytes=moment_bytes,
         )
         predicted = forecast(work, self.machine, schedule, self.measured)
@@ -293,7 +309,11 @@ class Planner:
             "device_available_bytes": device_memory,
             "device_bytes_by_item": device,
             "activations_counted": self.peak is not None,
-            "best": {"microbatch": self.microbatch, "update": self._fastest(work)},
+            "best": {
+                "microbatch": self.microbatch,
+                "recompute": self._least_recompute(schedule),
+                "update": self._fastest(work),
+            },
             "tokens_per_step": self.tokens,
             **{f"{k}_s" if k != "binds" else k: v for k, v in dataclasses.asdict(predicted).items()},
             "tokens_per_s": self.tokens / predicted.step,

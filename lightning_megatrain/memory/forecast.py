@@ -41,7 +41,7 @@ class Work:
         tokens: tokens of the whole step.
         batches: batches whose gradients are accumulated for it; each streams the weights again.
         model_flops: arithmetic of forward and backward, without recompute.
-        block_flops: the part of it that units do, whose forward is computed twice.
+        block_flops: the part of it that units do whose forward is computed twice.
         fetched_bytes: bytes of all units on the wire, crossing once in the forward and once in the backward.
         pushed_bytes: bytes of all gradients.
         update_bytes: host memory traffic of the update.
@@ -99,7 +99,7 @@ def work_of(
         batches: accumulated batches.
         flops_per_token: arithmetic of forward and backward per token: 6 for each parameter that a token meets, and
             causal attention.
-        block_flops_per_token: the part of it that lies in units.
+        block_flops_per_token: the part of it that lies in units that are recomputed.
         moment_bytes: bytes of optimizer state per parameter.
     """
     wire = store_format.wire_dtype.itemsize

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lightning_megatrain.stream.kept import KeptGraph
 from lightning_megatrain.stream.unit import Conditions, Unit
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Call:
     conditions: Conditions | None = None
     output: "Output | None" = None
     output_shapes: list[torch.Size] = field(default_factory=list)
+    kept: KeptGraph | None = None
 
     @classmethod
     def of(cls, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple["Call", list[Tensor]]:

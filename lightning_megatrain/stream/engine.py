@@ -15,7 +15,8 @@ from lightning_megatrain.memory.slots import Slot, SlotRing
 from lightning_megatrain.memory.store import Store
 from lightning_megatrain.stream.autograd import Call, Output, StreamedBlock
 from lightning_megatrain.stream.closure import check_graph
-from lightning_megatrain.stream.gradients import GradientBuffers, InputGradients, ParameterGradients
+from lightning_megatrain.stream.gradients import GradientBuffers, InputGradients, ParameterGradients, flat_norm
+from lightning_megatrain.stream.kept import KeptGraph
 from lightning_megatrain.stream.microbatch import Slices
 from lightning_megatrain.stream.order import UseOrder
 from lightning_megatrain.stream.patch import drop_caches, install, uninstall
@@ -64,6 +65,8 @@ class Engine:
         streams: the lanes of the device.
         prefetch: units fetched ahead of the one being used; the ring has one slot more.
         microbatch: batch size inside a unit, or None to run the whole batch at once.
+        keep_graphs: of how many units, the last ones, the forward's graph is kept, so that their backward computes
+            nothing again.
         sink: where gradients go; None for a run without training.
         compute_context: entered around every block's forward, in forward and recompute alike.
     """
@@ -78,6 +81,7 @@ class Engine:
         *,
         prefetch: int = 2,
         microbatch: int | None = None,
+        keep_graphs: int = 0,
         sink: GradientSink | None = None,
         compute_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
@@ -91,6 +95,7 @@ class Engine:
         self.residents = Residents(groups, store, streams)
         self._prefetch_depth = prefetch
         self._microbatch = microbatch
+        self._keep_graphs = keep_graphs
         self._compute_context = compute_context
         dtype = store.format.wire_dtype
         largest = max(u.group.layout.numel for u in self.units)
@@ -100,6 +105,7 @@ class Engine:
             self._anchor = torch.empty(0, requires_grad=True)
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
         self._collecting = False
+        self._differentiating: Call | None = None
         self._orders = {True: UseOrder(), False: UseOrder()}
         self._recent: deque[int] = deque(maxlen=max(1, prefetch))
         self._in_step = False
@@ -248,7 +254,7 @@ class Engine:
             return
         norm = None
         if self.sink.wants_norms:
-            norm = torch.linalg.vector_norm(torch.stack([_norm(g) for g in gradients if g is not None]))
+            norm = torch.linalg.vector_norm(torch.stack([flat_norm(g) for g in gradients if g is not None]))
         target = self.sink.destination(group.index, last=True)
         copies = self.residents.push(group, gradients, target)
         self.sink.landed(group.index, copies, present, True, norm)
@@ -301,8 +307,8 @@ class Engine:
     def forward(self, call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Forward of one use whose backward may follow. Returns outputs without a graph.
 
-        The block runs with gradients on and its graph is dropped at once: code that asks ``is_grad_enabled`` and
-        kernels that choose by ``requires_grad`` take the same path as in the recompute.
+        The block runs with gradients on, and unless its graph is kept it is dropped at once: code that asks
+        ``is_grad_enabled`` and kernels that choose by ``requires_grad`` take the same path as in the recompute.
         """
         unit = call.unit
         call.conditions = Conditions.capture(unit, self.streams)
@@ -311,12 +317,17 @@ class Engine:
         slices = Slices(unit.name, tensors, self._microbatch)
         parts = []
         expected = self._orders[True].observe(unit.group.index, self._prefetch_depth)
+        kept = KeptGraph(unit.name) if unit.group.index >= len(self.units) - self._keep_graphs else None
         with self._bound(unit, expected) as slot:
             for part in slices:
-                leaves, outputs = self._run(call, slices.take(tensors, part), [t.requires_grad for t in tensors])
-                check_graph(unit, leaves, outputs)
+                with kept.saving(slot) if kept is not None else contextlib.nullcontext():
+                    leaves, outputs = self._run(call, slices.take(tensors, part), [t.requires_grad for t in tensors])
+                check_graph(unit, leaves, outputs, expected=lambda: self._differentiating is call)
                 parts.append([_own(o.detach(), slot) for o in outputs])
-                del leaves, outputs  # and this slice's graph, before the next one's is made
+                if kept is not None:
+                    kept.add(leaves, outputs)
+                del leaves, outputs  # and, unless kept, this slice's graph, before the next one's is made
+        call.kept = kept
         if [t._version for t in tensors] != input_versions:
             raise RuntimeError(
                 f"Unit {unit.name!r} changes one of its inputs in place, so it cannot be recomputed from them; "
@@ -362,10 +373,16 @@ class Engine:
         shared = [p for p, need in zip(unit.shared, shared_needs, strict=True) if need]
         inputs = InputGradients(slices, needs)
         parameters = ParameterGradients(len(shared) + len(wanted), slices)
-        with self._bound(unit, call.preceding), call.conditions.restored(unit, self.streams):
+        # A second backward finds no graph any more and computes it again.
+        kept = call.kept if call.kept is not None and call.kept.left else None
+        restored = call.conditions.restored(unit, self.streams) if kept is None else contextlib.nullcontext()
+        with self._bound(unit, call.preceding) as slot, restored:
             for part in slices:
-                with call.conditions.numerics():
-                    leaves, outputs = self._run(call, slices.take(tensors, part), needs)
+                if kept is not None:
+                    leaves, outputs = kept.take()
+                else:
+                    with call.conditions.numerics():
+                        leaves, outputs = self._run(call, slices.take(tensors, part), needs)
                 if part.stop in (None, len(tensors[0])) and [o.shape for o in outputs] != call.output_shapes:
                     raise RuntimeError(
                         f"Unit {unit.name!r} gave outputs of other shapes when it was recomputed; its forward must "
@@ -379,7 +396,7 @@ class Engine:
                 targets = [leaf for leaf, need in zip(leaves, needs, strict=True) if need] + shared + wanted
                 found: Sequence[Tensor | None] = [None] * len(targets)
                 if pairs and targets:
-                    with record_function(f"megatrain.backward {unit.name}"):
+                    with record_function(f"megatrain.backward {unit.name}"), self._differentiate(call, kept, slot):
                         found = torch.autograd.grad(
                             [o for o, _ in pairs], targets, [g for _, g in pairs], allow_unused=True
                         )
@@ -391,6 +408,15 @@ class Engine:
         if wanted:
             self._push(unit, [next(made) if flag else None for flag in flags[:count]])
         return inputs.result() + for_shared
+
+    @contextlib.contextmanager
+    def _differentiate(self, call: Call, kept: KeptGraph | None, slot: Slot) -> Iterator[None]:
+        before, self._differentiating = self._differentiating, call
+        try:
+            with kept.bound(slot) if kept is not None else contextlib.nullcontext():
+                yield
+        finally:
+            self._differentiating = before
 
     def _run(self, call: Call, tensors: Sequence[Tensor], needs: Sequence[bool]) -> tuple[list[Tensor], list[Tensor]]:
         """Run the bound block with gradients on; returns the leaves that stand for its inputs, and its outputs."""
@@ -460,27 +486,11 @@ class Engine:
             return
         with record_function(f"megatrain.push {unit.name}"):
             packed = self._gradients.pack(unit.group, gradients)
-            norm = _norm(packed) if self.sink.wants_norms else None
+            norm = flat_norm(packed) if self.sink.wants_norms else None
             target = self.sink.destination(unit.group.index, last)
             copy = self.streams.copy("push", target, packed, after=[self.streams.record()])
             self._gradients.pushed(copy.done)
         self.sink.landed(unit.group.index, [copy], present, last, norm)
-
-
-_NORM_ROW = 1 << 14
-
-
-def _norm(gradient: Tensor) -> Tensor:
-    """Euclidean norm of a gradient, a double: summed in fp32 over short rows and in double over the rows' norms.
-
-    One fp32 sum over a whole unit would lose the last places, and a double copy of it would take four times its memory.
-    """
-    flat = gradient.reshape(-1)
-    whole = flat.numel() - flat.numel() % _NORM_ROW
-    rows = [flat[:whole].view(-1, _NORM_ROW)] if whole else []
-    rows += [flat[whole:].view(1, -1)] if whole < flat.numel() else []
-    norms = [torch.linalg.vector_norm(r, dim=1, dtype=torch.float32) for r in rows]
-    return torch.linalg.vector_norm(torch.cat(norms).double()) if norms else gradient.new_zeros((), dtype=torch.float64)
 
 
 def _own(tensor: Tensor, slot: Slot) -> Tensor:

@@ -117,3 +117,19 @@ class InputGradients:
             for p, count in zip(parts, rows, strict=True)
         ]
         return torch.cat(filled)
+
+
+_NORM_ROW = 1 << 14
+
+
+def flat_norm(gradient: Tensor) -> Tensor:
+    """Euclidean norm of a gradient, a double: summed in fp32 over short rows and in double over the rows' norms.
+
+    One fp32 sum over a whole unit would lose the last places, and a double copy of it would take four times its memory.
+    """
+    flat = gradient.reshape(-1)
+    whole = flat.numel() - flat.numel() % _NORM_ROW
+    rows = [flat[:whole].view(-1, _NORM_ROW)] if whole else []
+    rows += [flat[whole:].view(1, -1)] if whole < flat.numel() else []
+    norms = [torch.linalg.vector_norm(r, dim=1, dtype=torch.float32) for r in rows]
+    return torch.linalg.vector_norm(torch.cat(norms).double()) if norms else gradient.new_zeros((), dtype=torch.float64)

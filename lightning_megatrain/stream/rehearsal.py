@@ -27,6 +27,7 @@ class Part:
         store_format: how masters are kept.
         prefetch: as for :class:`Engine`.
         microbatch: as for :class:`Engine`.
+        keeps_graphs: whether every unit's graph is kept.
         residents_early: as :attr:`GradientSink.takes_residents_early`.
         norms: as :attr:`GradientSink.wants_norms`.
     """
@@ -35,6 +36,7 @@ class Part:
     store_format: StoreFormat
     prefetch: int
     microbatch: int | None
+    keeps_graphs: bool
     residents_early: bool
     norms: bool
 
@@ -189,14 +191,16 @@ def step_seconds(
 def _engine(model: nn.Module, part: Part, store: "_EmptyStore", streams: Streams, compute_context: Any) -> Engine:
     for group in store.groups:
         store.show(group)
+    units = list(find_units(model, part.units).values())
     return Engine(
         model,
-        list(find_units(model, part.units).values()),
+        units,
         store.groups,
         store,
         streams,
         prefetch=part.prefetch,
         microbatch=part.microbatch,
+        keep_graphs=len(units) if part.keeps_graphs else 0,
         sink=_NoUpdates(store, part),
         compute_context=compute_context,
     )

@@ -12,6 +12,15 @@ from fitting import MegaTrainStrategy, assert_same_bits, fit, stock
 from torch import Tensor, nn
 
 
+@pytest.fixture(params=["always", "never"], autouse=True)
+def recompute(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it holds for graphs that are computed again and for graphs that are kept."""
+    make = MegaTrainStrategy.__init__
+    monkeypatch.setattr(
+        MegaTrainStrategy, "__init__", lambda self, **kw: make(self, **{"recompute": request.param, **kw})
+    )
+
+
 class Block(nn.Module):
     def __init__(self, width: int = 32) -> None:
         super().__init__()

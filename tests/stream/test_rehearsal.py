@@ -36,6 +36,7 @@ def part(**changes):
         "store_format": StoreFormat.SPLIT,
         "prefetch": 2,
         "microbatch": None,
+        "keeps_graphs": False,
         "residents_early": True,
         "norms": False,
     }
@@ -49,14 +50,14 @@ def memory(module, how, *, rows=4, time=32, **kwargs):
     return step_memory(module, how, loss, **kwargs)
 
 
-@pytest.mark.parametrize("microbatch", [None, 2])
+@pytest.mark.parametrize(("microbatch", "kept"), [(None, False), (2, False), (None, True), (2, True)])
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize(
     ("arch", "config"),
     [("llama", {}), ("qwen2", {"tie_word_embeddings": True}), ("qwen3_moe", MOE), ("llama", {"vocab_size": 20_000})],
 )
-def test_a_few_units_speak_for_all(arch, config, microbatch, early):
-    how = part(microbatch=microbatch, residents_early=early, norms=not early)
+def test_a_few_units_speak_for_all(arch, config, microbatch, kept, early):
+    how = part(microbatch=microbatch, keeps_graphs=kept, residents_early=early, norms=not early)
     whole = memory(build(arch, **config), how, shorten=False)
     assert memory(build(arch, **config), how) == whole
     assert whole.peak > whole.engine > 0
@@ -75,6 +76,7 @@ def test_more_of_anything_takes_more():
     assert memory(build(layers=14), part()).peak > base
     assert memory(build(), part(prefetch=4)).peak > base
     assert memory(build(), part(store_format=StoreFormat.FP32)).peak > base
+    assert memory(build(), part(keeps_graphs=True)).peak > base
     few = {"vocab_size": 64}  # else the loss takes the most
     assert memory(build(**few), part(microbatch=1), rows=8).peak < memory(build(**few), part(), rows=8).peak
 
