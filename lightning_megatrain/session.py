@@ -39,6 +39,7 @@ class Settings:
     prefetch: int
     microbatch: int | None
     recompute: Literal["always", "never"]
+    compile: bool
     update: str
     host_memory: str | int
     threads: int | Literal["auto"]
@@ -182,6 +183,7 @@ class Session:
             Streams.on(self._device),
             prefetch=self._settings.prefetch,
             microbatch=self._settings.microbatch,
+            compile=self._settings.compile,
             keep_graphs=len(self._modules) if self._settings.recompute == "never" else 0,
             sink=self.updater,
             compute_context=self._precision.unit_context,

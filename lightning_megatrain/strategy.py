@@ -55,6 +55,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         recompute: ``"always"`` keeps each unit's inputs only and computes its forward again in the backward, so the
             device holds the activations of one unit; ``"never"`` keeps those of all, as plain training does, and saves
             a forward. Weights are streamed either way. The numbers are the same to the bit.
+        compile: run units through ``torch.compile``: one graph for each structure, not for each layer. A unit that
+            cannot be compiled runs as it is, with a warning.
         update: when the host optimizer runs. ``"in_backward"`` updates each unit as its gradients arrive, behind the
             backward of the others; ``"next_forward"`` hides the update behind the forward of the next step, so that
             gradients can be clipped and accumulated first; ``"blocking"`` updates in ``optimizer.step()``;
@@ -98,6 +100,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         prefetch: int = 2,
         microbatch: int | None = None,
         recompute: Literal["always", "never"] = "always",
+        compile: bool = False,
         update: Literal["auto", "in_backward", "next_forward", "blocking"] = "auto",
         host_memory: str | int = "auto",
         threads: int | Literal["auto"] = "auto",
@@ -132,6 +135,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             prefetch=prefetch,
             microbatch=microbatch,
             recompute=recompute,
+            compile=compile,
             update=update,
             host_memory=host_memory,
             threads=threads,

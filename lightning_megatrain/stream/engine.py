@@ -15,6 +15,7 @@ from lightning_megatrain.memory.slots import Slot, SlotRing
 from lightning_megatrain.memory.store import Store
 from lightning_megatrain.stream.autograd import Call, Output, StreamedBlock
 from lightning_megatrain.stream.closure import check_graph
+from lightning_megatrain.stream.compiled import CompiledForward
 from lightning_megatrain.stream.gradients import GradientBuffers, InputGradients, ParameterGradients, flat_norm
 from lightning_megatrain.stream.kept import KeptGraph
 from lightning_megatrain.stream.microbatch import Slices
@@ -22,7 +23,7 @@ from lightning_megatrain.stream.order import UseOrder
 from lightning_megatrain.stream.patch import drop_caches, install, uninstall
 from lightning_megatrain.stream.residents import Residents
 from lightning_megatrain.stream.streams import Copy, Streams
-from lightning_megatrain.stream.unit import Conditions, Unit, check_trainable
+from lightning_megatrain.stream.unit import Conditions, Unit, check_trainable, no_autocast_cache
 
 
 class GradientSink(Protocol):
@@ -67,6 +68,7 @@ class Engine:
         microbatch: batch size inside a unit, or None to run the whole batch at once.
         keep_graphs: of how many units, the last ones, the forward's graph is kept, so that their backward computes
             nothing again.
+        compile: run blocks through ``torch.compile``.
         sink: where gradients go; None for a run without training.
         compute_context: entered around every block's forward, in forward and recompute alike.
     """
@@ -82,6 +84,7 @@ class Engine:
         prefetch: int = 2,
         microbatch: int | None = None,
         keep_graphs: int = 0,
+        compile: bool = False,
         sink: GradientSink | None = None,
         compute_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
@@ -92,6 +95,8 @@ class Engine:
             Unit(group, module, partial(store.host_views, group.index))
             for group, module in zip(groups, modules, strict=False)
         ]
+        for unit in self.units if compile else ():
+            unit.forward = CompiledForward(unit.name, unit.forward)
         self.residents = Residents(groups, store, streams)
         self._prefetch_depth = prefetch
         self._microbatch = microbatch
@@ -291,13 +296,13 @@ class Engine:
     def _use_without_gradients(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         expected = self._orders[False].observe(unit.group.index, self._prefetch_depth)
         if self._microbatch is None:
-            with self._bound(unit, expected) as slot, self._compute_context():
+            with self._bound(unit, expected) as slot, no_autocast_cache(), self._compute_context():
                 output, tensors = Output.of(unit.forward(*args, **kwargs))
                 return output.rebuild([_own(t, slot) for t in tensors])
         call, inputs = Call.of(unit, args, kwargs)
         slices = Slices(unit.name, inputs, self._microbatch)
         parts = []
-        with self._bound(unit, expected) as slot, self._compute_context():
+        with self._bound(unit, expected) as slot, no_autocast_cache(), self._compute_context():
             for part in slices:
                 call.output, tensors = Output.of(call.run(slices.take(inputs, part)))
                 parts.append([_own(t, slot) for t in tensors])
@@ -421,7 +426,12 @@ class Engine:
     def _run(self, call: Call, tensors: Sequence[Tensor], needs: Sequence[bool]) -> tuple[list[Tensor], list[Tensor]]:
         """Run the bound block with gradients on; returns the leaves that stand for its inputs, and its outputs."""
         leaves = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
-        with torch.enable_grad(), self._compute_context(), record_function(f"megatrain.forward {call.unit.name}"):
+        with (
+            torch.enable_grad(),
+            no_autocast_cache(),
+            self._compute_context(),
+            record_function(f"megatrain.forward {call.unit.name}"),
+        ):
             output, outputs = Output.of(call.run(leaves))
         if not outputs:
             raise RuntimeError(

@@ -101,6 +101,17 @@ class Unit:
             self._modules[index]._buffers[name] = buffer
 
 
+@contextlib.contextmanager
+def no_autocast_cache() -> Iterator[None]:
+    """Inside, autocast keeps no copies of weights: they would be there for all units until it ends."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 BuffersBefore = dict[tuple[int, str], tuple[Tensor, int, Tensor]]
 """By position and name: the buffer, its version, and a copy."""
 
