@@ -101,7 +101,8 @@ class Session:
         self.plan = self._plan(groups, self._sum_dtype)
         self.plan.require_host(free, _smaller(self._format))
         if device.type == "cuda":
-            self.plan.require_device(torch.cuda.mem_get_info(device)[0])
+            cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            self.plan.require_device(torch.cuda.mem_get_info(device)[0] + cached)
         if optimizers is not None:
             rank_zero_info(f"megatrain: {self.plan.describe()}")
         self._pin = settings.pin_memory and device.type == "cuda"

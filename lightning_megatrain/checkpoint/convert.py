@@ -95,7 +95,9 @@ def convert(
         raise ValueError(f"to={to!r} is not valid: it must be {' or '.join(SUFFIXES)}.")
     for name, value in (("dtype", dtype), ("prefix", prefix)):
         if value is not None and to != "safetensors":
-            raise ValueError(f"{name}={value!r} applies to to=safetensors only; leave it out for to={to}.")
+            raise ValueError(
+                f"{name}={value!r} applies to to=safetensors and to=huggingface; leave it out for to={to}."
+            )
     for name, path in (("ckpt", ckpt), ("out", out)):
         if path is not None and not is_local(path):
             raise ValueError(f"{name}={path} is not on the local file system, which is needed; set a path that is.")
@@ -112,7 +114,7 @@ def convert(
         state = checkpoint["state_dict"]
         del checkpoint
         return _write_safetensors(state, source, target, dtype=dtype, prefix=prefix, shard_bytes=shard_bytes)
-    _give_pages_back_whenread_checkpoint(checkpoint)
+    _give_pages_back_when_read(checkpoint)
     sizes = [t.numel() * t.element_size() for t in _tensors(checkpoint, set())]
     with written_whole(target) as partial:
         if to == "sharded":
@@ -208,7 +210,7 @@ def read_checkpoint(source: Path, *, weights_only: bool) -> dict[str, Any]:
     return checkpoint
 
 
-def _give_pages_back_whenread_checkpoint(checkpoint: dict[str, Any]) -> None:
+def _give_pages_back_when_read(checkpoint: dict[str, Any]) -> None:
     """Replace, in place, tensors that are mapped from a file, so that containers keep their class and attributes."""
     mappings = FileMappings()
     replaced: dict[Any, Tensor] = {}  # a tensor under two names stays one

@@ -60,14 +60,16 @@ def run_app(task: Callable[[DictConfig], Any], *, command: str, config_name: str
         sys.argv = original
 
 
+_PATHS = frozenset(
+    {"ckpt", "ckpt_path", "out", "export", "tokenizer", "model.pretrained", "data.tokenizer", "data.chat_template"}
+    | {"data.train_path", "data.val_path", "data.root"}
+)
+
+
 def _quoted(argument: str) -> str:
     """Make a path with `=` in it, as Lightning names checkpoints, one value in Hydra's grammar."""
     key, _, value = argument.partition("=")
-    if (
-        key not in ("ckpt", "ckpt_path", "out", "tokenizer", "model.pretrained")
-        or "=" not in value
-        or value[0] in "'\""
-    ):
+    if key not in _PATHS or "=" not in value or value[0] in "'\"":
         return argument
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     return f'{key}="{escaped}"'

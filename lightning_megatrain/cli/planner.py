@@ -48,6 +48,7 @@ class Planner:
         if "prefetch" not in cfg.strategy:
             raise UserError("plan is for the megatrain strategy; leave strategy=... at megatrain.")
         self.strategy: dict[str, Any] = OmegaConf.to_object(cfg.strategy)  # type: ignore[assignment]
+        instantiate(cfg.strategy)  # which refuses what is out of range
         if cfg.precision.lightning not in FORMATS:
             raise UserError(f"precision {cfg.precision.lightning!r} is not planned; set precision=bf16_mixed.")
         module = self._module()
@@ -59,7 +60,7 @@ class Planner:
         self.rows: int = cfg.data.batch_size
         self.tokens: int = self.rows * cfg.data.seq_len * self.batches
         self.format = FORMATS[cfg.precision.lightning]
-        self._has_device = cfg.gpu.memory is None or parse_bytes(cfg.gpu.memory) > 0
+        self._has_device = self._device_memory() > 0
 
     def _module(self) -> L.LightningModule:
         """The model, without memory."""
@@ -69,10 +70,18 @@ class Planner:
 
     def schedule(self) -> tuple[Schedule, str]:
         """The schedule that will run, and why."""
-        if self.strategy["update"] != "auto":
-            return self.strategy["update"], "as asked"
-        why = self._needs_all_gradients()
-        return ("next_forward", why) if why else ("in_backward", "nothing needs all gradients at once")
+        asked, why = self.strategy["update"], self._needs_all_gradients()
+        if asked == "in_backward" and why:
+            raise UserError(
+                f"strategy.update=in_backward uses each gradient as it arrives, but {why}; set strategy.update=auto."
+            )
+        if asked != "auto":
+            return asked, "as asked"
+        if not why:
+            return "in_backward", "nothing needs all gradients at once"
+        if not self._has_device:
+            return "blocking", f"{why}, and the CPU has nothing to hide an update behind"
+        return "next_forward", why
 
     def _needs_all_gradients(self) -> str | None:
         """Why the update cannot run in the backward, if it cannot."""
@@ -133,7 +142,7 @@ class Planner:
                 compute_context=precision.unit_context,
                 step_context=precision.train_step_context,
             )
-        except torch.OutOfMemoryError:
+        except RuntimeError:  # no room, here or on the host, or an operation that this device has no kernel for
             return None
         return seconds.forward, seconds.backward
 
@@ -163,7 +172,7 @@ class Planner:
         self, schedule: Schedule, microbatch: int | None, *, keeps_graphs: bool | None = None
     ) -> int | None:
         """Most device bytes in a step; None where they cannot be told, or no device is planned."""
-        if not self._has_device or (self.cfg.gpu.memory is None and not torch.cuda.is_available()):
+        if not self._has_device:
             return None
         module = self._module()
         try:
@@ -171,7 +180,13 @@ class Planner:
             found = step_memory(module, part, lambda where: self._loss(module, where))
         except (RuntimeError, NotImplementedError):  # an operation without a form on the meta device
             return None
-        return found.peak + KERNEL_BYTES
+        return found.peak + self._packed_mask_bytes() + KERNEL_BYTES
+
+    def _packed_mask_bytes(self) -> int:
+        """Of the mask that keeps packed sequences apart, as booleans and as what is added to the scores."""
+        if not self.cfg.data.get("packing", False):
+            return 0
+        return self.rows * self.cfg.data.seq_len**2 * (1 + self.format.wire_dtype.itemsize)
 
     @cached_property
     def microbatch(self) -> int | None:
@@ -205,14 +220,24 @@ class Planner:
 
     def bytes_with(self, schedule: str, store_format: StoreFormat, moments_dtype: str) -> Plan:
         """The strategy's own plan."""
-        sums_fp32 = self.batches > 1 and store_format is not StoreFormat.FP32 and schedule != "in_backward"
+        wanted = self.strategy["accumulate_dtype"]
+        summed = self.batches > 1 and store_format is not StoreFormat.FP32 and schedule != "in_backward"
+        if summed and wanted != "bfloat16":
+            wide = self._bytes_with(schedule, store_format, moments_dtype, gradient_bytes=4)
+            if wanted == "float32" or wide.host_bytes <= self.machine.host_bytes:
+                return wide
+        return self._bytes_with(schedule, store_format, moments_dtype, gradient_bytes=None)
+
+    def _bytes_with(
+        self, schedule: str, store_format: StoreFormat, moments_dtype: str, *, gradient_bytes: int | None
+    ) -> Plan:
         return make_plan(
             self.groups,
             store_format,
             training=True,
             moment_bytes=2 * (4 if moments_dtype == "float32" else 2),
             gradients_coexist=schedule != "in_backward",
-            gradient_bytes=4 if sums_fp32 and self.strategy["accumulate_dtype"] != "bfloat16" else None,
+            gradient_bytes=gradient_bytes,
             slots=min(self.strategy["prefetch"] + 1, self.units),
             gradient_buffers=GRADIENT_BUFFERS,
             slabs=SLABS,
@@ -223,8 +248,9 @@ class Planner:
         moments = self.strategy["moments_dtype"]
         options: list[tuple[str, str, StoreFormat, str]] = []
         if schedule != "in_backward":
-            options.append(("no clipping and no accumulation, so that update=in_backward is possible", "in_backward",
-                            self.format, moments))  # fmt: skip
+            needed = "no clipping and no accumulation, so that update=in_backward is possible"
+            text = needed if self._needs_all_gradients() else "strategy.update=auto"
+            options.append((text, "in_backward", self.format, moments))
         split = StoreFormat.SPLIT
         if self.format is StoreFormat.FP32:
             options.append(("precision=bf16_mixed", schedule, split, moments))
@@ -236,8 +262,8 @@ class Planner:
         for text, when, store_format, moments_dtype in options:
             if self.bytes_with(when, store_format, moments_dtype).host_bytes <= self.machine.host_bytes:
                 return f"it would fit with {text}"
-        needed = self.bytes_with(schedule, self.format, moments).host_bytes
-        return f"no setting fits; {format_bytes(needed + SYSTEM_BYTES)} of host memory would"
+        total = self.bytes_with(schedule, self.format, moments).host_bytes
+        return f"no setting fits; {format_bytes(total + SYSTEM_BYTES)} of host memory would"
 
     def _remedies(self, schedule: Schedule, fits_host: bool, fits_device: bool) -> str | None:
         """What to change, for the host and for the device."""

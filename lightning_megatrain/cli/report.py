@@ -24,17 +24,15 @@ class TrainReport:
         peak_host_rss: of this process so far, bytes.
         checkpoint: path of the last checkpoint.
         log: path of the metrics.
-        exported: folder of the model as transformers open it.
     """
 
-    val_loss: tuple[float, float]
-    val_perplexity: tuple[float, float]
+    val_loss: tuple[float | None, float | None]
+    val_perplexity: tuple[float | None, float | None]
     tokens_per_s: float | None
     host_bytes_per_parameter: float | None
     peak_host_rss: int | None
     checkpoint: Path | None
     log: Path | None
-    exported: Path | None = None
 
     def table(self) -> Table:
         """Lay the report out, one fact a row."""
@@ -49,8 +47,6 @@ class TrainReport:
         table.add_row("peak host RSS", _known(rss, ".2f", " GiB"))
         table.add_row("checkpoint", str(self.checkpoint or "-"))
         table.add_row("log", str(self.log or "-"))
-        if self.exported is not None:
-            table.add_row("exported", str(self.exported))
         return table
 
     def print(self, sample: str | None) -> None:
@@ -72,7 +68,7 @@ def print_sweep(runs: Sequence[tuple[str, TrainReport]]) -> None:
         table.add_row(
             overrides,
             _change(report.val_loss, ".3f"),
-            f"{report.val_perplexity[1]:.2f}",
+            _known(report.val_perplexity[1], ".2f"),
             _known(report.tokens_per_s, ",.0f"),
             _known(report.host_bytes_per_parameter, ".2f"),
         )
@@ -89,8 +85,8 @@ def peak_host_rss() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _change(pair: tuple[float, float], form: str) -> str:
-    return f"{pair[0]:{form}} -> {pair[1]:{form}}"
+def _change(pair: tuple[float | None, float | None], form: str) -> str:
+    return "-" if pair == (None, None) else f"{_known(pair[0], form)} -> {_known(pair[1], form)}"
 
 
 def _known(value: float | None, form: str, unit: str = "") -> str:

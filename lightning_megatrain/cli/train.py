@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import DataLoader
 
 from lightning_megatrain.callbacks.throughput import Throughput
+from lightning_megatrain.checkpoint.files import is_local
 from lightning_megatrain.checkpoint.huggingface import export_huggingface
 from lightning_megatrain.cli.app import UserError, run_app
 from lightning_megatrain.cli.report import TrainReport, peak_host_rss, print_sweep
@@ -42,7 +44,7 @@ def train(cfg: DictConfig) -> float:
         cfg: the composed `train.yaml`.
 
     Returns:
-        The final validation loss in nats per token, which is what a Hydra sweeper minimises.
+        The final validation loss in nats per token, which is what a Hydra sweeper minimises; NaN without validation.
     """
     check_values(cfg, targets={"optim": cfg.model["_target_"]})
     _check_export(cfg)
@@ -60,24 +62,27 @@ def train(cfg: DictConfig) -> float:
         logger=instantiate(cfg.logger) if cfg.logger is not None else False,
     )
 
-    before = trainer.validate(module, data, ckpt_path=cfg.ckpt_path, verbose=False)[0]
+    before = _last(trainer.validate(module, data, ckpt_path=cfg.ckpt_path, verbose=False))
     trainer.fit(module, data, ckpt_path=cfg.ckpt_path)
     bytes_per_parameter = getattr(trainer.strategy, "host_bytes_per_parameter", None)
-    after = trainer.validate(module, data, verbose=False)[0]
+    after = _last(trainer.validate(module, data, verbose=False))
     checkpoint = _checkpoint(trainer)
     report = TrainReport(
-        val_loss=(before["val_loss"], after["val_loss"]),
-        val_perplexity=(before["val_perplexity"], after["val_perplexity"]),
+        val_loss=(before.get("val_loss"), after.get("val_loss")),
+        val_perplexity=(before.get("val_perplexity"), after.get("val_perplexity")),
         tokens_per_s=_throughput(trainer),
         host_bytes_per_parameter=bytes_per_parameter,
         peak_host_rss=peak_host_rss(),
         checkpoint=checkpoint,
-        exported=_export(cfg.export, checkpoint),
         log=_log(trainer),
     )
     report.print(_sample(trainer, module, data, cfg.prompt))
     _runs.append((" ".join(HydraConfig.get().overrides.task), report))
-    return after["val_loss"]
+    if cfg.export is not None:
+        if checkpoint is None:
+            raise UserError(f"export={cfg.export} needs a checkpoint to be made of, and none was written.")
+        print(f"exported {export_huggingface(checkpoint, out=cfg.export).path}")
+    return after.get("val_loss", float("nan"))
 
 
 def _quieten() -> None:
@@ -125,17 +130,25 @@ def _check_export(cfg: DictConfig) -> None:
     """Refuse, before hours of training, an export that could not be written after it."""
     if cfg.export is None:
         return
-    if not any(c is not None and c.get("_target_", "").endswith(".ModelCheckpoint") for c in cfg.callbacks.values()):
-        raise UserError(
-            f"export={cfg.export} is made of a checkpoint, and none is written; leave callbacks.checkpoint."
-        )
-    if Path(cfg.export).exists():
+    checkpoints = [
+        Path(os.path.abspath(Path(c.dirpath).expanduser()))
+        for c in cfg.callbacks.values()
+        if c is not None and c.get("_target_", "").endswith(".ModelCheckpoint") and c.get("save_top_k", 1) != 0
+    ]
+    if not checkpoints:
+        raise UserError(f"export={cfg.export} needs a checkpoint to be made of; leave callbacks.checkpoint on.")
+    if not is_local(cfg.export):
+        raise UserError(f"export={cfg.export} is not on the local file system, which is needed; set a folder that is.")
+    out = Path(os.path.abspath(Path(cfg.export).expanduser()))
+    if os.path.lexists(out):
         raise UserError(f"export={cfg.export} exists already; set export to a new folder, or remove that one.")
+    if any(out == folder or out in folder.parents or folder in out.parents for folder in checkpoints):
+        raise UserError(f"export={cfg.export} and the checkpoints would be in each other's place; set another folder.")
 
 
-def _export(out: str | None, checkpoint: Path | None) -> Path | None:
-    """Write the trained model for `from_pretrained`, if that is wanted."""
-    return None if out is None or checkpoint is None else export_huggingface(checkpoint, out=out).path
+def _last(results: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+    """What a validation logged; nothing if there is no data for it."""
+    return results[0] if results else {}
 
 
 def _log(trainer: L.Trainer) -> Path | None:

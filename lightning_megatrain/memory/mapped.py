@@ -8,7 +8,7 @@ import re
 from torch import Tensor
 
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ [1-9]\d* +(/.*)|([0-9a-f]+)-([0-9a-f]+) ")
-_UNCHANGED = re.compile(r"Anonymous: +0 kB")
+_CHANGED = re.compile(r"(Anonymous|Swap): +[1-9]")
 
 
 class FileMappings:
@@ -20,12 +20,15 @@ class FileMappings:
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
         with contextlib.suppress(OSError), open("/proc/self/smaps") as maps:  # elsewhere pages are kept
-            of_a_file: tuple[int, int] | None = None
+            last_is_a_files = False
             for line in maps:
                 if (head := _MAPPING.match(line)) is not None:
-                    of_a_file = (int(head[1], 16), int(head[2], 16)) if head[3] else None
-                elif of_a_file is not None and _UNCHANGED.match(line):
-                    self._ranges.append(of_a_file)
+                    last_is_a_files = bool(head[3])
+                    if last_is_a_files:
+                        self._ranges.append((int(head[1], 16), int(head[2], 16)))
+                elif last_is_a_files and _CHANGED.match(line):  # in memory, or in the swap
+                    self._ranges.pop()
+                    last_is_a_files = False
 
     def hold(self, tensor: Tensor) -> bool:
         """Whether a contiguous tensor lies in a mapped file as a whole, unchanged since it was mapped.

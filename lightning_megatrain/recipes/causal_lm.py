@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,12 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lightning_megatrain.callbacks.throughput import NUM_TOKENS, count_tokens
+from lightning_megatrain.checkpoint.loading import widen
 from lightning_megatrain.recipes.loss import (
     IGNORE_INDEX,
     logits_in_chunks,
     makes_plain_logits,
     next_token_loss,
-    without_head,
+    stood_in,
 )
 from lightning_megatrain.recipes.optim import cosine_with_warmup, decay_groups
 from lightning_megatrain.recipes.pretrained import Pretrained
@@ -87,10 +87,12 @@ class CausalLM(L.LightningModule):
         if pretrained is not None:
             on_meta = torch.empty(0).is_meta
             source = Pretrained(pretrained, arch=arch, config=config, weights=not on_meta)
-            # What save_hyperparameters() finds here is what a checkpoint needs to be loaded without the folder.
-            arch, config, origin, pretrained = source.arch, source.config, source.origin, None  # noqa: F841
+            arch, config, origin = source.arch, source.config, source.origin
             source = None if on_meta else source
         self.save_hyperparameters()
+        # What a checkpoint needs to be loaded without the folder, whoever called: a subclass, LightningCLI.
+        for hparams in (self._hparams, self._hparams_initial):
+            hparams.update({"arch": arch, "config": config, "origin": origin, "pretrained": None})
         self.model = build_model(arch, config or {}, seed=seed) if source is None else source.load()
         self.val_perplexity = Perplexity(ignore_index=IGNORE_INDEX)
         self.sampling = Sampling()
@@ -102,6 +104,11 @@ class CausalLM(L.LightningModule):
         """
         if self._trainer is not None and not isinstance(self._trainer.strategy, MegaTrainStrategy):
             self.model.float()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Outside a trainer: make room for the checkpoint's fp32 values in parameters that are 16-bit."""
+        if self._trainer is None:
+            widen(self, checkpoint["state_dict"])
 
     def forward(self, input_ids: Tensor, **model_inputs: Any) -> Tensor:
         """Return logits of shape (batch, time, vocabulary) in the compute dtype."""
@@ -122,10 +129,13 @@ class CausalLM(L.LightningModule):
 
         Logits are made chunk by chunk where the model takes them straight from its head.
         """
-        states, targets = self._last_states(batch)
-        if self._plain_logits:
-            return next_token_loss(states, self._head, targets)
-        return F.cross_entropy(states.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
+        inputs, targets = _inputs_and_targets(batch)
+        if not self._plain_logits:
+            logits = self(**inputs).float()
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
+        head = self.model.get_output_embeddings()
+        with stood_in(head, lambda hidden: next_token_loss(hidden, head, targets)):
+            return self(**inputs)
 
     def on_validation_epoch_start(self) -> None:
         """Give the metric fresh counters that any later loop may update.
@@ -138,16 +148,25 @@ class CausalLM(L.LightningModule):
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Log `val_loss` (nats per target token) and `val_perplexity`, both over the whole validation set."""
-        states, targets = self._last_states(batch)
-        chunks = logits_in_chunks(states, self._head, targets) if self._plain_logits else _flat(states, targets)
-        total = torch.zeros((), device=states.device, dtype=torch.float64)
-        for logits, wanted in chunks:
-            total += F.cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="sum")
-            self.val_perplexity.update(logits[None], wanted[None])
+        inputs, targets = _inputs_and_targets(batch)
+        if self._plain_logits:
+            head = self.model.get_output_embeddings()
+            with stood_in(head, lambda hidden: self._judge(logits_in_chunks(hidden, head, targets))):
+                total = self(**inputs)
+        else:
+            total = self._judge((row.float(), wanted) for row, wanted in zip(self(**inputs), targets, strict=True))
         # Weighting by targets makes the epoch's mean the mean over tokens, however rows and padding vary.
         weight = int((targets != IGNORE_INDEX).sum())
-        self.log("val_loss", (total / weight).float(), prog_bar=True, batch_size=weight)
+        self.log("val_loss", (total / max(1, weight)).float(), prog_bar=True, batch_size=weight)
         self.log("val_perplexity", self.val_perplexity, batch_size=weight)
+
+    def _judge(self, chunks: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """Sum of the loss over logits (rows, vocabulary) and targets (rows,), fp64; the metric sees them too."""
+        total = torch.zeros((), device=self.device, dtype=torch.float64)
+        for logits, wanted in chunks:
+            total = total + F.cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="sum")
+            self.val_perplexity.update(logits[None], wanted[None])
+        return total
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Continue `input_ids` as `self.sampling` says, or up to the end; int64 of shape (batch, time + new)."""
@@ -177,25 +196,23 @@ class CausalLM(L.LightningModule):
             "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step", "name": "lr"},
         }
 
-    @cached_property
+    @property
     def _plain_logits(self) -> bool:
+        """Whether logits are a plain product with the head, which an adapter or a wrapper may change at any time."""
+        head = self.model.get_output_embeddings()
+        return type(head) is nn.Linear and type(head.weight) is nn.Parameter and self._leaves_logits_alone
+
+    @cached_property
+    def _leaves_logits_alone(self) -> bool:
         return makes_plain_logits(self.model)
 
-    @property
-    def _head(self) -> nn.Linear:
-        return self.model.get_output_embeddings()
 
-    def _last_states(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """What predicts the next tokens, and these: (batch, time, width or vocabulary) and (batch, time).
-
-        The first are hidden states that the head has not seen yet where logits are plain, else logits.
-        """
-        inputs = {key: value for key, value in batch.items() if key not in ("labels", NUM_TOKENS)}
-        labels = batch.get("labels", batch["input_ids"])
-        # Labels are shifted and not the states, of which a shift would be a copy.
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-        with without_head(self._head) if self._plain_logits else nullcontext():
-            return self(**inputs), targets
+def _inputs_and_targets(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    """What the model is given, and the tokens to predict, int64 (batch, time), -100 at the end of each row."""
+    inputs = {key: value for key, value in batch.items() if key not in ("labels", NUM_TOKENS)}
+    labels = batch.get("labels", batch["input_ids"])
+    # Labels are shifted and not the hidden states, of which a shift would be a copy.
+    return inputs, F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def build_model(arch: str | None, config: Mapping[str, Any], *, seed: int) -> PreTrainedModel:
@@ -228,9 +245,3 @@ def build_model(arch: str | None, config: Mapping[str, Any], *, seed: int) -> Pr
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(model_config)
-
-
-def _flat(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Whole logits, row by row of the batch, in fp32."""
-    for row, wanted in zip(logits, targets, strict=True):
-        yield row.float(), wanted

@@ -121,7 +121,7 @@ class ChatTokenizer:
 
     def _span(self, messages: list[Message], turn: int, text: str) -> tuple[int, int]:
         """Characters of `text`, the whole conversation's rendering, that are the answer of `messages[turn]`."""
-        prompt = self._render(messages[:turn], add_generation_prompt=True) if turn else ""
+        prompt = self._render(messages[:turn], add_generation_prompt=True) if turn else self._before_first(messages)
         if not text.startswith(prompt):
             raise BadRecord(f"needed a chat template that leaves earlier turns alone, it rewrites them at turn {turn}")
         answered = self._render(messages[: turn + 1])
@@ -129,6 +129,10 @@ class ChatTokenizer:
         if end <= len(prompt):
             raise BadRecord(f"needed an answer in turn {turn}, the chat template renders none")
         return len(prompt), end - self._trailing(text[len(prompt) : end])
+
+    def _before_first(self, messages: list[Message]) -> str:
+        """What is rendered before the first message's content: templates take no empty conversation."""
+        return self._render([{**messages[0], "content": _STAND_IN}, *messages[1:]]).split(_STAND_IN)[0]
 
     def _end(self, messages: list[Message], turn: int, text: str) -> int:
         """Where an answer ends whose turn is written otherwise when it is the last.

@@ -30,8 +30,8 @@ def makes_plain_logits(model: PreTrainedModel) -> bool:
     states = _Anything(last_hidden_state=torch.zeros(1, 2, head.in_features, device="cpu"))
     made = torch.zeros(1, 2, head.out_features, device="cpu")
     with ExitStack() as stack:
-        stack.enter_context(_stood_in(decoder, lambda *_, **__: states))
-        stack.enter_context(_stood_in(head, lambda _: made))
+        stack.enter_context(stood_in(decoder, lambda *_, **__: states))
+        stack.enter_context(stood_in(head, lambda _: made))
         stack.enter_context(torch.no_grad())
         try:
             output = model.forward(input_ids=torch.zeros(1, 2, dtype=torch.int64, device="cpu"), use_cache=False)
@@ -48,13 +48,12 @@ class _Anything(BaseModelOutput):
             raise AttributeError(name)
 
 
-def without_head(head: nn.Module) -> AbstractContextManager[None]:
-    """Inside, `head` returns its input, so that a model of plain logits returns hidden states in their place."""
-    return _stood_in(head, lambda hidden: hidden)
-
-
 @contextmanager
-def _stood_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def stood_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `module` runs `forward` in place of its own, hooks and all: a head's weights are where it needs them.
+
+    A model of plain logits returns what its head's stand-in does.
+    """
     own = vars(module).get("forward")
     module.forward = forward
     try:
@@ -67,7 +66,7 @@ def _stood_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 def next_token_loss(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
-    """Mean negative log-likelihood in nats per target token, a scalar in fp32; NaN if there is no target.
+    """Mean negative log-likelihood in nats per target token, a scalar in fp32; without targets NaN, its gradients zero.
 
     The same as `F.cross_entropy(head(hidden).float(), targets)`, with gradients of the head summed in fp32 and rounded
     once. torch 2.13 has `F.linear_cross_entropy`, whose chunked form rounds the sum of a bf16 head's gradients after
@@ -121,6 +120,9 @@ class ChunkedLoss(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=wide)
         valid = targets != IGNORE_INDEX
         count = valid.sum()
+        some = count.clamp_min(1)  # no target: no gradient, as in torch
+        # Half precision cannot hold a token's share of the mean, before a gradient scaler has made it larger.
+        late = hidden.dtype == torch.float16
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and for_bias else None
@@ -135,7 +137,7 @@ class ChunkedLoss(torch.autograd.Function):
             total += ((sums.log() + highest - true) * counts).sum()
             if not (for_hidden or for_weight or for_bias):
                 continue
-            share = counts / count
+            share = counts if late else counts / some
             logits.mul_(share / sums)
             logits.scatter_(1, wanted, logits.gather(1, wanted) - share)
             if grad_bias is not None:
@@ -148,6 +150,7 @@ class ChunkedLoss(torch.autograd.Function):
                 grad_weight += _wide_mm(narrow.t(), hidden[part], wide)
             del narrow
         ctx.gradients, ctx.rows, ctx.dtype = (grad_hidden, grad_weight, grad_bias), rows, hidden.dtype
+        ctx.divisor = some if late else None
         return total / count
 
     @staticmethod
@@ -155,6 +158,7 @@ class ChunkedLoss(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("The loss's gradients were used already; compute the loss again for another backward.")
         (hidden, *of_head), ctx.gradients = ctx.gradients, None
+        gradient = gradient if ctx.divisor is None else gradient / ctx.divisor
         # In fp32, and the head's are rounded once: a third of the loss is no third in bf16.
         for part in () if hidden is None else hidden.split(ctx.rows):
             part.copy_(part.to(gradient.dtype).mul_(gradient))

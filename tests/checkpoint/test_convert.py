@@ -257,8 +257,8 @@ def small(tmp_path: Path) -> Path:
     [
         ({"to": "gguf"}, r"to='gguf' is not valid: it must be ckpt or sharded or safetensors"),
         ({"to": "ckpt"}, r"is a single file already; set to=sharded or to=safetensors"),
-        ({"to": "sharded", "dtype": "bfloat16"}, r"dtype='bfloat16' applies to to=safetensors only"),
-        ({"to": "sharded", "prefix": "model."}, r"prefix='model.' applies to to=safetensors only"),
+        ({"to": "sharded", "dtype": "bfloat16"}, r"dtype='bfloat16' applies to to=safetensors and to=huggingface"),
+        ({"to": "sharded", "prefix": "model."}, r"prefix='model.' applies to to=safetensors and to=huggingface"),
         ({"to": "safetensors", "prefix": "net."}, r"prefix='net.' is in no name of .*first is 'model.w'"),
         ({"to": "safetensors", "prefix": "mod"}, r"prefix='mod' is in no name"),
         ({"to": "safetensors", "shard_size": "much"}, r"shard_size='much' is not valid"),

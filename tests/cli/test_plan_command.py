@@ -106,3 +106,55 @@ def test_120b_is_planned_in_seconds_and_without_memory(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) * 1024 < 2 * 2**30
+
+
+@pytest.mark.parametrize("wrong", ["strategy.microbatch=0", "strategy.prefetch=-1"])
+def test_what_training_refuses_is_refused(planned, wrong, capsys):
+    with pytest.raises(SystemExit):
+        planned(wrong, "gpu=h200", "output=json")
+    assert "set" in capsys.readouterr().err
+
+
+def test_a_schedule_that_cannot_run_is_refused(planned, capsys):
+    with pytest.raises(SystemExit):
+        planned("strategy.update=in_backward", "trainer.gradient_clip_val=1.0", *H200)
+    assert "gradients are clipped" in capsys.readouterr().err
+
+
+def test_the_schedule_of_a_run_without_a_gpu(planned):
+    assert planned("gpu=none", "trainer.gradient_clip_val=1.0", "output=json")["update"] == "blocking"
+
+
+def test_sums_are_as_wide_as_there_is_room(planned):
+    base = ("model=qwen2_5_14b", "trainer.accumulate_grad_batches=4", "host=server_512gb", *H200)
+    assert planned(*base, "strategy.host_memory=205GiB")["host_bytes_per_parameter"] == pytest.approx(14, rel=0.01)
+    assert planned(*base)["host_bytes_per_parameter"] == pytest.approx(16, rel=0.01)
+
+
+def test_a_schedule_that_was_asked_for_is_the_first_thing_to_give_up(planned):
+    small = ("model=qwen2_5_7b", "host=workstation_128gb", "strategy.host_memory=92GiB", *H200)
+    assert "strategy.update=auto" in planned(*small, "strategy.update=next_forward")["remedy"]
+
+
+def test_packed_rows_need_their_mask(planned):
+    base = ("model=qwen2_5_0_5b", "data=chat_jsonl", "data.seq_len=4096", *H200)
+    packed, alone = (planned(*base, f"data.packing={p}")["device_bytes"] for p in ("true", "false"))
+    assert packed - alone == 4 * 4096**2 * 3
+
+
+def test_the_best_settings_fit(planned):
+    base = ("model=qwen2_5_7b", "host=workstation_128gb", "data.seq_len=2048", "data.batch_size=32")
+    plan = planned(*base, "precision=bf16_mixed", "gpu=rtx_3090", "output=json")
+    assert not plan["fits"]
+    best = plan["best"]["microbatch"]
+    assert f"strategy.microbatch={best}" in plan["remedy"]
+    assert planned(*base, "precision=bf16_mixed", "gpu=rtx_3090", "output=json", f"strategy.microbatch={best}")["fits"]
+    assert plan["best"]["recompute"] == "always"
+    few = planned(*base, "precision=bf16_mixed", "gpu=b200", "output=json", "data.batch_size=4")
+    assert few["best"]["recompute"] == "never"
+    kept = planned(
+        *base, "precision=bf16_mixed", "gpu=b200", "output=json", "data.batch_size=4", "strategy.recompute=never"
+    )
+    assert kept["fits"]
+    assert kept["device_bytes"] > few["device_bytes"]
+    assert kept["compute_s"] < few["compute_s"]

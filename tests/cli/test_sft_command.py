@@ -29,14 +29,32 @@ def test_it_trains_and_exports_without_a_network(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "reason"), [(("callbacks.checkpoint=null",), "checkpoint"), ((), "exists already")]
+    ("overrides", "reason"),
+    [
+        (("callbacks.checkpoint=null", "export=out"), "checkpoint"),
+        (("+callbacks.checkpoint.save_top_k=0", "export=out"), "checkpoint"),
+        (("export=there",), "exists already"),
+        (("export='~/there'",), "exists already"),
+        (("export='${hydra:runtime.output_dir}/checkpoints'",), "each other's place"),
+        (("export=s3://bucket/out",), "local file system"),
+    ],
 )
 def test_an_export_that_cannot_be_is_refused_before_training(tmp_path, monkeypatch, capsys, overrides, reason):
     monkeypatch.chdir(tmp_path)
-    target = tmp_path / "out"
-    if not overrides:
-        target.mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "there").mkdir()
     with pytest.raises(SystemExit):
-        main(["train", *overrides, f"export={target}"])
+        main(["train", *overrides])
     assert reason in capsys.readouterr().err
     assert not list(tmp_path.glob("outputs/*/*/csv"))
+
+
+def test_no_validation_data_is_no_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    line = '{"instruction": "add %d", "output": "here it is"}'
+    (tmp_path / "c=1.jsonl").write_text("\n".join(line % i for i in range(40)))
+    data = ("data=chat_jsonl", f"data.train_path={tmp_path}/c=1.jsonl", "data.val_fraction=0", "data.seq_len=64")
+    base = ("prepare.path=base", "data.tokenizer=base", "model.pretrained=base", "export=null", "data.batch_size=1")
+    short = ("trainer.max_steps=2", "sample.max_new_tokens=0")
+    assert main(["train", "experiment=sft_tiny", *data, *base, *short]) == 0
+    assert "tokens/s" in capsys.readouterr().out

@@ -122,3 +122,34 @@ def test_an_unknown_architecture_is_refused_with_a_suggestion():
 def test_a_configuration_that_does_not_suit_is_refused():
     with pytest.raises(ValueError, match="does not suit"):
         CausalLM("llama", {**CONFIG, "num_attention_heads": 7})
+
+
+def test_a_validation_batch_without_targets_counts_for_nothing():
+    module = make()
+    labelled = [{"input_ids": row, "labels": row} for row in tokens(2)]
+    empty = [{"input_ids": row, "labels": torch.full_like(row, -100)} for row in tokens(2, seed=1)]
+    alone = trainer().validate(module, DataLoader(labelled, batch_size=2), verbose=False)[0]
+    beside = trainer().validate(module, DataLoader(labelled + empty, batch_size=2), verbose=False)[0]
+    assert beside == pytest.approx(alone)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "megatrain"])
+def test_a_batch_without_targets_leaves_weights_as_they_are(strategy):
+    module = make(weight_decay=0.0)
+    before = [p.detach().clone() for p in module.parameters()]
+    batch = [{"input_ids": row, "labels": torch.full_like(row, -100)} for row in tokens(2)]
+    trainer(strategy=strategy, max_steps=1, devices=1).fit(module, DataLoader(batch, batch_size=2))
+    for old, new in zip(before, module.parameters(), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_an_adapter_on_the_head_takes_part_whenever_it_comes():
+    from peft import LoraConfig, inject_adapter_in_model
+
+    module = make()
+    batch = {"input_ids": tokens()}
+    module.loss(batch)
+    inject_adapter_in_model(LoraConfig(target_modules=["lm_head"], init_lora_weights=False), module.model)
+    logits = module.model(input_ids=batch["input_ids"]).logits[:, :-1]
+    expected = F.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+    torch.testing.assert_close(module.loss(batch), expected)

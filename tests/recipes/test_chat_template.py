@@ -111,10 +111,13 @@ def test_roles_that_the_template_refuses_are_named():
         chat(MISTRAL, ("[INST]",)).tokens([CONVERSATION[0], *CONVERSATION[:2]])
 
 
-def test_an_answer_that_opens_the_conversation_counts():
-    ids, targets = chat(PLAIN_CHATML).tokens(CONVERSATION[1:3])
-    assert any(targets)
-    assert len(ids) == len(targets)
+@pytest.mark.parametrize("opening", ["", "<|im_start|>system\nYou are kind.<|im_end|>\n"])
+def test_an_answer_that_opens_the_conversation_counts_and_what_comes_before_it_does_not(opening):
+    reader = chat(opening + PLAIN_CHATML)
+    answer, question = CONVERSATION[1], CONVERSATION[2]
+    ids, targets = reader.tokens([answer, question])
+    learned = reader.decode([i for i, target in zip(ids, targets, strict=True) if target])
+    assert learned == answer["content"] + "<|im_end|>"
 
 
 def test_a_template_may_be_a_file_or_a_text(tmp_path):

@@ -77,9 +77,23 @@ def test_under_autocast_the_head_computes_in_its_dtype():
     torch.testing.assert_close(loss, expected, rtol=1e-2, atol=0)
 
 
-def test_no_target_at_all_is_not_a_number_as_in_torch():
-    hidden, head, targets = made()
-    assert next_token_loss(hidden, head, torch.full_like(targets, IGNORE_INDEX)).isnan()
+def test_no_target_at_all_is_not_a_number_and_teaches_nothing_as_in_torch():
+    hidden, head, targets = made(bias=True)
+    none = torch.full_like(targets, IGNORE_INDEX)
+    for loss in (plain(hidden, head, none), next_token_loss(hidden, head, none)):
+        assert loss.isnan()
+        for gradient in torch.autograd.grad(loss, [hidden, *head.parameters()]):
+            assert gradient.count_nonzero() == 0
+
+
+def test_half_precision_has_gradients_though_each_is_too_small_before_it_is_scaled():
+    hidden, head, targets = made(rows=(4, 512), vocabulary=4000)
+    exact = torch.autograd.grad(plain(hidden, head, targets), [hidden, head.weight])
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = next_token_loss(hidden, head, targets)
+    scaled = torch.autograd.grad(loss * 65536, [hidden, head.weight])
+    for found, true in zip(scaled, exact, strict=True):
+        assert (found / 65536 - true).norm() / true.norm() < 5e-3
 
 
 def test_a_second_backward_is_refused():

@@ -224,3 +224,24 @@ def test_what_the_hub_gave_before_needs_no_network(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     assert CausalLM(pretrained="somebody/model").hparams["origin"] == "somebody/model"
+
+
+class Wrapped(CausalLM):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+
+
+def test_a_subclass_keeps_what_a_checkpoint_needs_and_loads_exact_masters(tmp_path):
+    folder = model_folder(tmp_path / "model", "llama", dtype=BF16)
+    module = Wrapped(pretrained=str(folder), lr=1e-3)
+    assert module.hparams["pretrained"] is None
+    assert module.hparams["arch"] == "llama"
+    trainer = fitted(module, MegaTrainStrategy(), steps=1)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    state = torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
+    for arguments in ({}, {"pretrained": str(folder), "arch": None, "config": None}):
+        loaded = Wrapped.load_from_checkpoint(tmp_path / "a.ckpt", **arguments)
+        for name, value in loaded.state_dict().items():
+            assert torch.equal(value, state[name])
+    shutil.rmtree(folder)
+    Wrapped.load_from_checkpoint(tmp_path / "a.ckpt")
