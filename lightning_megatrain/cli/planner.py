@@ -24,7 +24,7 @@ from lightning_megatrain.recipes.flops import TokenFlops, token_flops
 from lightning_megatrain.stream.bench import TRAINING_SHARE, Traffic, bench_device
 from lightning_megatrain.stream.discovery import find_units, make_groups
 from lightning_megatrain.stream.gradients import GRADIENT_BUFFERS
-from lightning_megatrain.stream.rehearsal import Part, step_memory, step_seconds
+from lightning_megatrain.stream.rehearsal import StepSettings, step_memory, step_seconds
 from lightning_megatrain.update.bench import update_bandwidth
 from lightning_megatrain.update.gradients import SLABS
 
@@ -136,7 +136,7 @@ class Planner:
         try:
             seconds = step_seconds(
                 module,
-                self._part(self.schedule()[0], self.microbatch),
+                self._settings(self.schedule()[0], self.microbatch),
                 lambda where: self._loss(module, where),
                 torch.device("cuda", 0),
                 compute_context=precision.unit_context,
@@ -146,8 +146,10 @@ class Planner:
             return None
         return seconds.forward, seconds.backward
 
-    def _part(self, schedule: Schedule, microbatch: int | None, *, keeps_graphs: bool | None = None) -> Part:
-        return Part(
+    def _settings(
+        self, schedule: Schedule, microbatch: int | None, *, keeps_graphs: bool | None = None
+    ) -> StepSettings:
+        return StepSettings(
             units=self.strategy["units"],
             store_format=self.format,
             prefetch=self.strategy["prefetch"],
@@ -176,8 +178,8 @@ class Planner:
             return None
         module = self._module()
         try:
-            part = self._part(schedule, microbatch, keeps_graphs=keeps_graphs)
-            found = step_memory(module, part, lambda where: self._loss(module, where))
+            settings = self._settings(schedule, microbatch, keeps_graphs=keeps_graphs)
+            found = step_memory(module, settings, lambda where: self._loss(module, where))
         except (RuntimeError, NotImplementedError):  # an operation without a form on the meta device
             return None
         return found.peak + self._packed_mask_bytes() + KERNEL_BYTES

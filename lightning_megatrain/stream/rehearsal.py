@@ -19,11 +19,11 @@ from lightning_megatrain.stream.tracker import MemoryTracker, OnDevice
 
 
 @dataclass(frozen=True)
-class Part:
+class StepSettings:
     """How a step will be run.
 
     Attributes:
-        units: as for :class:`Engine`'s owner: which modules are streamed.
+        units: which modules are streamed, as for :func:`find_units`.
         store_format: how masters are kept.
         prefetch: as for :class:`Engine`.
         microbatch: as for :class:`Engine`.
@@ -55,13 +55,13 @@ class StepMemory:
 
 
 def step_memory(
-    model: nn.Module, part: Part, loss: Callable[[torch.device], Tensor], *, shorten: bool = True
+    model: nn.Module, settings: StepSettings, loss: Callable[[torch.device], Tensor], *, shorten: bool = True
 ) -> StepMemory:
     """Run one training step on the meta device and count.
 
     Args:
         model: the whole module, on the meta device; it is used up.
-        part: how the step will be run.
+        settings: how the step will be run.
         loss: makes a batch on the device it is given, and computes its loss.
         shorten: run a few units of a model whose units are alike, and reckon with the others: each of them adds what
             it saves for the backward to all that is held from the end of the forward to the start of the backward.
@@ -71,16 +71,16 @@ def step_memory(
     """
     tracker = MemoryTracker()
     device = torch.device("meta")
-    left_out = _shorten(model, part.units) if shorten else 0
-    units = find_units(model, part.units)
+    left_out = _shorten(model, settings.units) if shorten else 0
+    units = find_units(model, settings.units)
     top = _Top(tracker, list(units.values()))
     groups = make_groups(model, units)
-    store = _EmptyStore(groups, part.store_format, device)
+    store = _EmptyStore(groups, settings.store_format, device)
     for memory in (store.wire_memory, store.slab_memory):
         tracker.leave_out(memory)
     with tracker, OnDevice():
         # Autograd runs nodes without the function modes around it, hence the recompute enters its own.
-        engine = _engine(model, part, store, _MetaStreams(device), OnDevice)
+        engine = _engine(model, settings, store, _MetaStreams(device), OnDevice)
         held = tracker.live
         _step(engine, lambda: loss(device))
     peak = max(tracker.peak, top.peak + left_out * top.saved_per_unit) if left_out else tracker.peak
@@ -143,7 +143,7 @@ class StepSeconds:
 
 def step_seconds(
     model: nn.Module,
-    part: Part,
+    settings: StepSettings,
     loss: Callable[[torch.device], Tensor],
     device: torch.device,
     *,
@@ -157,7 +157,7 @@ def step_seconds(
 
     Args:
         model: the whole module, on the meta device; it is used up.
-        part: how the step will be run.
+        settings: how the step will be run.
         loss: makes a batch on the device it is given, and computes its loss.
         device: the device.
         compute_context: as for :class:`Engine`.
@@ -167,11 +167,11 @@ def step_seconds(
         torch.OutOfMemoryError: the step does not fit the device.
     """
     _share_memory(model, device)
-    groups = make_groups(model, find_units(model, part.units))
-    store = _EmptyStore(groups, part.store_format, torch.device("cpu"), pin=True)
+    groups = make_groups(model, find_units(model, settings.units))
+    store = _EmptyStore(groups, settings.store_format, torch.device("cpu"), pin=True)
     for memory in (store.wire_memory, store.slab_memory):  # drawn on the device, which is faster
         memory.copy_(torch.randn(memory.numel(), dtype=memory.dtype, device=device) * 0.02)
-    engine = _engine(model, part, store, Streams.on(device), compute_context)
+    engine = _engine(model, settings, store, Streams.on(device), compute_context)
 
     def run() -> Tensor:
         with step_context():
@@ -188,20 +188,22 @@ def step_seconds(
     return StepSeconds(forward, backward)
 
 
-def _engine(model: nn.Module, part: Part, store: "_EmptyStore", streams: Streams, compute_context: Any) -> Engine:
+def _engine(
+    model: nn.Module, settings: StepSettings, store: "_EmptyStore", streams: Streams, compute_context: Any
+) -> Engine:
     for group in store.groups:
         store.show(group)
-    units = list(find_units(model, part.units).values())
+    units = list(find_units(model, settings.units).values())
     return Engine(
         model,
         units,
         store.groups,
         store,
         streams,
-        prefetch=part.prefetch,
-        microbatch=part.microbatch,
-        keep_graphs=len(units) if part.keeps_graphs else 0,
-        sink=_NoUpdates(store, part),
+        prefetch=settings.prefetch,
+        microbatch=settings.microbatch,
+        keep_graphs=len(units) if settings.keeps_graphs else 0,
+        sink=_NoUpdates(store, settings),
         compute_context=compute_context,
     )
 
@@ -277,8 +279,8 @@ class _MetaStreams(HostStreams):
 class _NoUpdates:
     """A sink that throws gradients away."""
 
-    def __init__(self, store: _EmptyStore, part: Part) -> None:
-        self.takes_residents_early, self.wants_norms = part.residents_early, part.norms
+    def __init__(self, store: _EmptyStore, settings: StepSettings) -> None:
+        self.takes_residents_early, self.wants_norms = settings.residents_early, settings.norms
         self._store = store
         self._under_way: list[Any] = []
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from lightning_megatrain.memory.store import StoreFormat
 from lightning_megatrain.recipes.causal_lm import CausalLM
-from lightning_megatrain.stream.rehearsal import Part, step_memory
+from lightning_megatrain.stream.rehearsal import StepSettings, step_memory
 from lightning_megatrain.stream.tracker import MemoryTracker, OnDevice
 
 CONFIG = {
@@ -40,7 +40,7 @@ def part(**changes):
         "residents_early": True,
         "norms": False,
     }
-    return Part(**{**defaults, **changes})
+    return StepSettings(**{**defaults, **changes})
 
 
 def memory(module, how, *, rows=4, time=32, **kwargs):
