@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_megatrain.recipes.resumable import ResumableLoader
+
 SEPARATOR = b"\0"
 """Stands before every file. Python refuses source text with null bytes, so it cannot occur inside one."""
 
@@ -140,11 +142,14 @@ class StdlibBytes(L.LightningDataModule):
         self._train = Windows.cut(train, self.seq_len)
         self._val = Windows.cut(val, self.seq_len).spread(self.val_windows)
 
-    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Batches of `batch_size` windows in seeded random order; the last, smaller one is dropped."""
+    def train_dataloader(self) -> ResumableLoader:
+        """Batches of `batch_size` windows in seeded random order; the last, smaller one is dropped.
+
+        A resumed fit goes on at the batch after the checkpoint's.
+        """
         assert self._train is not None, "setup() comes first"
         order = SeededOrder(len(self._train), self.seed)
-        return DataLoader(self._train, batch_size=self.batch_size, sampler=order, drop_last=True)
+        return ResumableLoader(self._train, batch_size=self.batch_size, sampler=order, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Batches of `val_batch_size` windows in fixed order."""

@@ -10,6 +10,7 @@ from fitting import QUIET, MegaTrainStrategy
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatrain.callbacks.throughput import NUM_TOKENS
+from lightning_megatrain.recipes.bytes_data import StdlibBytes
 from lightning_megatrain.recipes.causal_lm import CausalLM
 from lightning_megatrain.recipes.chat_data import ChatJsonl
 from lightning_megatrain.recipes.offline_model import make_offline_model
@@ -177,11 +178,16 @@ def fit(data, folder, steps, ckpt_path=None, **kwargs):
     return seen
 
 
-def test_a_fit_that_stops_within_an_epoch_goes_on_with_the_next_batch(tmp_path, train_path, tokenizer):
+@pytest.mark.parametrize("kind", ["chat", "bytes"])
+def test_a_fit_that_stops_within_an_epoch_goes_on_with_the_next_batch(tmp_path, train_path, tokenizer, kind):
     def data():
+        if kind == "bytes":
+            return StdlibBytes(seq_len=32, batch_size=4, max_train_bytes=32 * 4 * 6, val_windows=4)
         return make(train_path, tokenizer)
 
-    batches = len(ready(train_path, tokenizer).train_dataloader())
+    probe = data()
+    probe.setup("fit")
+    batches = len(probe.train_dataloader())
     whole = fit(data(), tmp_path / "a", 2 * batches + 2)
     assert whole.losses[-1] < whole.losses[0]
     for stop in (3, batches, batches + 2):
