@@ -24,7 +24,7 @@ from lightning_megatrain.recipes.flops import TokenFlops, token_flops
 from lightning_megatrain.stream.bench import TRAINING_SHARE, Traffic, bench_device
 from lightning_megatrain.stream.discovery import find_units, make_groups
 from lightning_megatrain.stream.gradients import GRADIENT_BUFFERS
-from lightning_megatrain.stream.rehearsal import StepSettings, step_memory, step_seconds
+from lightning_megatrain.stream.rehearsal import MetaRehearsal, StepSettings, step_seconds
 from lightning_megatrain.update.bench import update_bandwidth
 from lightning_megatrain.update.gradients import SLABS
 
@@ -136,6 +136,7 @@ class Planner:
         try:
             seconds = step_seconds(
                 module,
+                self.strategy["units"],
                 self._settings(self.schedule()[0], self.microbatch),
                 lambda where: self._loss(module, where),
                 torch.device("cuda", 0),
@@ -150,7 +151,6 @@ class Planner:
         self, schedule: Schedule, microbatch: int | None, *, keeps_graphs: bool | None = None
     ) -> StepSettings:
         return StepSettings(
-            units=self.strategy["units"],
             store_format=self.format,
             prefetch=self.strategy["prefetch"],
             microbatch=microbatch,
@@ -170,16 +170,23 @@ class Planner:
         """Whether the strategy is set to."""
         return self.strategy["recompute"] == "never"
 
+    @cached_property
+    def _rehearsed(self) -> L.LightningModule:
+        return self._module()
+
+    @cached_property
+    def _rehearsal(self) -> MetaRehearsal:
+        return MetaRehearsal(self._rehearsed, self.strategy["units"])
+
     def device_peak(
         self, schedule: Schedule, microbatch: int | None, *, keeps_graphs: bool | None = None
     ) -> int | None:
         """Most device bytes in a step; None where they cannot be told, or no device is planned."""
         if not self._has_device:
             return None
-        module = self._module()
         try:
             settings = self._settings(schedule, microbatch, keeps_graphs=keeps_graphs)
-            found = step_memory(module, settings, lambda where: self._loss(module, where))
+            found = self._rehearsal.memory(settings, lambda where: self._loss(self._rehearsed, where))
         except (RuntimeError, NotImplementedError):  # an operation without a form on the meta device
             return None
         return found.peak + self._packed_mask_bytes() + KERNEL_BYTES

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from lightning_megatrain.memory.layout import Group
 from lightning_megatrain.memory.store import Store, StoreFormat
@@ -23,7 +24,6 @@ class StepSettings:
     """How a step will be run.
 
     Attributes:
-        units: which modules are streamed, as for :func:`find_units`.
         store_format: how masters are kept.
         prefetch: as for :class:`Engine`.
         microbatch: as for :class:`Engine`.
@@ -32,7 +32,6 @@ class StepSettings:
         norms: as :attr:`GradientSink.wants_norms`.
     """
 
-    units: UnitSelector
     store_format: StoreFormat
     prefetch: int
     microbatch: int | None
@@ -54,37 +53,46 @@ class StepMemory:
     peak: int
 
 
-def step_memory(
-    model: nn.Module, settings: StepSettings, loss: Callable[[torch.device], Tensor], *, shorten: bool = True
-) -> StepMemory:
-    """Run one training step on the meta device and count.
+class MetaRehearsal:
+    """Training steps on the meta device, to count what they take; a model serves for any number of them.
 
     Args:
         model: the whole module, on the meta device; it is used up.
-        settings: how the step will be run.
-        loss: makes a batch on the device it is given, and computes its loss.
+        units: which modules are streamed, as for :func:`find_units`.
         shorten: run a few units of a model whose units are alike, and reckon with the others: each of them adds what
             it saves for the backward to all that is held from the end of the forward to the start of the backward.
-
-    Raises:
-        RuntimeError: an operation has no form on the meta device, such as one whose result's shape depends on values.
     """
-    tracker = MemoryTracker()
-    device = torch.device("meta")
-    left_out = _shorten(model, settings.units) if shorten else 0
-    units = find_units(model, settings.units)
-    top = _Top(tracker, list(units.values()))
-    groups = make_groups(model, units)
-    store = _EmptyStore(groups, settings.store_format, device)
-    for memory in (store.wire_memory, store.slab_memory):
-        tracker.leave_out(memory)
-    with tracker, OnDevice():
-        # Autograd runs nodes without the function modes around it, hence the recompute enters its own.
-        engine = _engine(model, settings, store, _MetaStreams(device), OnDevice)
-        held = tracker.live
-        _step(engine, lambda: loss(device))
-    peak = max(tracker.peak, top.peak + left_out * top.saved_per_unit) if left_out else tracker.peak
-    return StepMemory(engine=held, peak=peak)
+
+    def __init__(self, model: nn.Module, units: UnitSelector, *, shorten: bool = True) -> None:
+        self._model = model
+        self._left_out = _shorten(model, units) if shorten else 0
+        self._units = find_units(model, units)
+        self._groups = make_groups(model, self._units)
+
+    def memory(self, settings: StepSettings, loss: Callable[[torch.device], Tensor]) -> StepMemory:
+        """Run a step and count.
+
+        Args:
+            settings: how the step will be run.
+            loss: makes a batch on the device it is given, and computes its loss.
+
+        Raises:
+            RuntimeError: an operation has no form on the meta device, such as one whose result's shape depends on
+                values.
+        """
+        tracker = MemoryTracker()
+        device = torch.device("meta")
+        store = _EmptyStore(self._groups, settings.store_format, device)
+        for memory in (store.wire_memory, store.slab_memory):
+            tracker.leave_out(memory)
+        modules = list(self._units.values())
+        with _Top(tracker, modules) as top, tracker, OnDevice():
+            # Autograd runs nodes without the function modes around it, hence the recompute enters its own.
+            engine = _engine(self._model, modules, settings, store, _MetaStreams(device), OnDevice)
+            held = tracker.live
+            _step(engine, lambda: loss(device))
+        peak = max(tracker.peak, top.peak + self._left_out * top.saved_per_unit) if self._left_out else tracker.peak
+        return StepMemory(engine=held, peak=peak)
 
 
 _SHORT = 4
@@ -117,10 +125,19 @@ class _Top:
         self.peak = self.saved_per_unit = 0
         self._tracker = tracker
         self._before: list[int] = []
-        if len(units) >= _SHORT:
-            for unit in units:
-                unit.register_forward_pre_hook(lambda *_: self._before.append(tracker.live))
-            units[-2].register_forward_hook(self._begin)
+        self._units = units if len(units) >= _SHORT else []
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> "_Top":
+        for unit in self._units:
+            self._hooks.append(unit.register_forward_pre_hook(lambda *_: self._before.append(self._tracker.live)))
+        if self._units:
+            self._hooks.append(self._units[-2].register_forward_hook(self._begin))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def _begin(self, module: nn.Module, args: Any, output: Any) -> None:
         made = next(t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad)
@@ -143,6 +160,7 @@ class StepSeconds:
 
 def step_seconds(
     model: nn.Module,
+    units: UnitSelector,
     settings: StepSettings,
     loss: Callable[[torch.device], Tensor],
     device: torch.device,
@@ -157,6 +175,7 @@ def step_seconds(
 
     Args:
         model: the whole module, on the meta device; it is used up.
+        units: which modules are streamed, as for :func:`find_units`.
         settings: how the step will be run.
         loss: makes a batch on the device it is given, and computes its loss.
         device: the device.
@@ -167,11 +186,11 @@ def step_seconds(
         torch.OutOfMemoryError: the step does not fit the device.
     """
     _share_memory(model, device)
-    groups = make_groups(model, find_units(model, settings.units))
-    store = _EmptyStore(groups, settings.store_format, torch.device("cpu"), pin=True)
+    modules = find_units(model, units)
+    store = _EmptyStore(make_groups(model, modules), settings.store_format, torch.device("cpu"), pin=True)
     for memory in (store.wire_memory, store.slab_memory):  # drawn on the device, which is faster
         memory.copy_(torch.randn(memory.numel(), dtype=memory.dtype, device=device) * 0.02)
-    engine = _engine(model, settings, store, Streams.on(device), compute_context)
+    engine = _engine(model, list(modules.values()), settings, store, Streams.on(device), compute_context)
 
     def run() -> Tensor:
         with step_context():
@@ -189,11 +208,15 @@ def step_seconds(
 
 
 def _engine(
-    model: nn.Module, settings: StepSettings, store: "_EmptyStore", streams: Streams, compute_context: Any
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    settings: StepSettings,
+    store: "_EmptyStore",
+    streams: Streams,
+    compute_context: Any,
 ) -> Engine:
     for group in store.groups:
         store.show(group)
-    units = list(find_units(model, settings.units).values())
     return Engine(
         model,
         units,

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from lightning_megatrain.memory.store import StoreFormat
 from lightning_megatrain.recipes.causal_lm import CausalLM
-from lightning_megatrain.stream.rehearsal import StepSettings, step_memory
+from lightning_megatrain.stream.rehearsal import MetaRehearsal, StepSettings
 from lightning_megatrain.stream.tracker import MemoryTracker, OnDevice
 
 CONFIG = {
@@ -32,7 +32,6 @@ def build(arch="llama", layers=7, **config):
 
 def part(**changes):
     defaults = {
-        "units": "auto",
         "store_format": StoreFormat.SPLIT,
         "prefetch": 2,
         "microbatch": None,
@@ -47,7 +46,7 @@ def memory(module, how, *, rows=4, time=32, **kwargs):
     def loss(device):
         return module.loss({"input_ids": torch.empty(rows, time, dtype=torch.int64, device=device)})
 
-    return step_memory(module, how, loss, **kwargs)
+    return MetaRehearsal(module, "auto", **kwargs).memory(how, loss)
 
 
 @pytest.mark.parametrize(("microbatch", "kept"), [(None, False), (2, False), (None, True), (2, True)])
@@ -129,4 +128,16 @@ def test_an_operation_without_a_form_says_so():
     with torch.device("meta"):
         module = Counts()
     with pytest.raises((RuntimeError, NotImplementedError)):
-        step_memory(module, part(), lambda device: module(torch.empty(4, 8, device=device)))
+        MetaRehearsal(module, "auto").memory(part(), lambda device: module(torch.empty(4, 8, device=device)))
+
+
+def test_one_model_serves_for_any_number_of_steps():
+    module = build()
+    rehearsal = MetaRehearsal(module, "auto")
+
+    def loss(device):
+        return module.loss({"input_ids": torch.empty(4, 32, dtype=torch.int64, device=device)})
+
+    forms = [part(), part(keeps_graphs=True), part(store_format=StoreFormat.FP32, microbatch=2), part()]
+    found = [rehearsal.memory(form, loss) for form in forms]
+    assert found == [memory(build(), form) for form in forms]
