@@ -98,15 +98,11 @@ def convert(
             raise ValueError(
                 f"{name}={value!r} applies to to=safetensors and to=huggingface; leave it out for to={to}."
             )
-    for name, path in (("ckpt", ckpt), ("out", out)):
-        if path is not None and not is_local(path):
-            raise ValueError(f"{name}={path} is not on the local file system, which is needed; set a path that is.")
     shard_bytes = parse_shard_size(shard_size)
-    source = find_checkpoint(ckpt)
+    source, target = find_places(ckpt, out, suffix=SUFFIXES[to])
     if to in ("ckpt", "sharded") and is_sharded(source) == (to == "sharded"):
         what, other = ("a sharded checkpoint", "ckpt") if to == "sharded" else ("a single file", "sharded")
         raise ValueError(f"{ckpt} is {what} already; set to={other} or to=safetensors.")
-    target = Path(os.path.abspath(Path(out).expanduser())) if out is not None else default_out(source, to)
     check_target(target, source, overwrite=overwrite)
 
     checkpoint = read_checkpoint(source, weights_only=weights_only)
@@ -123,11 +119,6 @@ def convert(
             write_single(checkpoint, partial)
     files = sum(1 for _ in target.iterdir()) if to == "sharded" else 1
     return Export(target, tensors=len(sizes), nbytes=sum(sizes), files=files)
-
-
-def default_out(ckpt: Path, to: Format) -> Path:
-    """Where an export goes if nothing else is said: beside the checkpoint."""
-    return ckpt.with_name(ckpt.name.removesuffix(".ckpt") + SUFFIXES[to])
 
 
 # Before anything is read
@@ -148,16 +139,27 @@ def parse_shard_size(text: str | int) -> int:
     return count
 
 
-def find_checkpoint(ckpt: str | Path) -> Path:
-    """The absolute path of a checkpoint.
+def find_places(ckpt: str | Path, out: str | Path | None, *, suffix: str) -> tuple[Path, Path]:
+    """The absolute paths of a checkpoint and of what is made of it.
+
+    Args:
+        ckpt: the checkpoint.
+        out: where to; beside the checkpoint, under its name with ``suffix``, if None.
+        suffix: follows the checkpoint's name, without its ``.ckpt``.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no checkpoint.
+        ValueError: one of them is not on the local file system.
     """
+    for name, path in (("ckpt", ckpt), ("out", out)):
+        if path is not None and not is_local(path):
+            raise ValueError(f"{name}={path} is not on the local file system, which is needed; set a path that is.")
     source = Path(os.path.abspath(Path(ckpt).expanduser()))
     if not source.exists():
         raise FileNotFoundError(f"Checkpoint {ckpt} does not exist; set ckpt to a .ckpt file or a sharded folder.")
-    return source
+    if out is None:
+        return source, source.with_name(source.name.removesuffix(".ckpt") + suffix)
+    return source, Path(os.path.abspath(Path(out).expanduser()))
 
 
 def check_target(target: Path, source: Path, *, overwrite: bool, replaceable: Sequence[str] = EXPORTED) -> None:

@@ -161,3 +161,8 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first, without a full stop, to stand within another sentence; its type if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

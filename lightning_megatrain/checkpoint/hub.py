@@ -11,6 +11,8 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
+from lightning_megatrain.checkpoint.files import first_line
+
 WEIGHTS_FILE = "model.safetensors"
 """All tensors, where they are in one file."""
 
@@ -68,7 +70,7 @@ def locate(name: str, *, weights: bool, key: str = "model.pretrained") -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=[*_SMALL, "model*.safetensors"] if weights else _SMALL))
     except Exception as error:  # of many kinds: no network, no such name, no access
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0].rstrip(".")
+        reason = first_line(error).split(". ")[0]
         raise ValueError(
             f"{key}={name} is no local folder, and the Hugging Face Hub did not give a model of that name ({reason}); "
             f"set {needed}, or see to the name, the network, HF_HUB_OFFLINE and HF_TOKEN."

@@ -1,6 +1,5 @@
 """From a checkpoint to a folder that transformers' `from_pretrained` opens: weights, configuration, tokenizer."""
 
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -15,12 +14,12 @@ from lightning_megatrain.checkpoint.convert import (
     EXPORTED,
     Export,
     check_target,
-    find_checkpoint,
+    find_places,
     parse_shard_size,
     read_checkpoint,
     tensors_of,
 )
-from lightning_megatrain.checkpoint.files import is_local, written_whole
+from lightning_megatrain.checkpoint.files import first_line, written_whole
 from lightning_megatrain.checkpoint.hub import locate
 from lightning_megatrain.checkpoint.weights import DtypeName, dotted, without_prefix, write_weights
 
@@ -76,13 +75,8 @@ def export_huggingface(
         ValueError: an argument is not valid, ``out`` exists, the checkpoint is not one of `CausalLM`, its weights are
             not those of its configuration, a value does not fit ``dtype``, or there is no such tokenizer.
     """
-    for name, path in (("ckpt", ckpt), ("out", out)):
-        if path is not None and not is_local(path):
-            raise ValueError(f"{name}={path} is not on the local file system, which is needed; set a path that is.")
     shard_bytes = parse_shard_size(shard_size)
-    source = find_checkpoint(ckpt)
-    beside = source.with_name(source.name.removesuffix(".ckpt") + SUFFIX)
-    target = beside if out is None else Path(os.path.abspath(Path(out).expanduser()))
+    source, target = find_places(ckpt, out, suffix=SUFFIX)
     check_target(target, source, overwrite=overwrite, replaceable=_REPLACEABLE)
 
     checkpoint = read_checkpoint(source, weights_only=weights_only)
@@ -145,7 +139,7 @@ def _config_of(hparams: Any, source: Path) -> Any:
     try:
         return AutoConfig.for_model(arch, **config)
     except Exception as error:  # its type differs between releases of transformers
-        reason = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        reason = first_line(error.__cause__ or error)
         raise ValueError(
             f"The installed transformers do not take arch={arch!r} with the config in {source} ({reason}); install the "
             "release it was trained with."

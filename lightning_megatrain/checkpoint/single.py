@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.serialization import DEFAULT_PROTOCOL, _open_zipfile_writer, _save
 
+from lightning_megatrain.checkpoint.files import first_line
 from lightning_megatrain.checkpoint.lazy import PART_BYTES, LazyTensor, TensorSource, hollow, pickled_as
 from lightning_megatrain.memory.mapped import FileMappings, give_pages_back
 
@@ -62,7 +63,7 @@ def read_single(path: str | os.PathLike[str], *, weights_only: bool | None) -> d
     except Exception as error:
         if mappable and isinstance(error, pickle.UnpicklingError):
             raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        reason = first_line(error)
         raise ValueError(
             f"{os.fspath(path)} cannot be read as a checkpoint; it was cut short or is of another kind ({reason}), so "
             "use an earlier one."

@@ -51,7 +51,7 @@ class Planner:
         instantiate(cfg.strategy)  # which refuses what is out of range
         if cfg.precision.lightning not in FORMATS:
             raise UserError(f"precision {cfg.precision.lightning!r} is not planned; set precision=bf16_mixed.")
-        module = self._module()
+        self._rehearsed = module = self._module()  # cut short by the rehearsal, after it was counted here
         units = find_units(module, self.strategy["units"])
         self.units = len(units)
         self.groups: list[Group] = make_groups(module, units)
@@ -102,13 +102,13 @@ class Planner:
         dram = self._update_bandwidth() if host.dram_gb_per_s is None else host.dram_gb_per_s * 1e9
         peak = gpu.fp32_tflops if self.format is StoreFormat.FP32 else gpu.bf16_tflops
         if peak is None:
-            device_bytes, rate, link = self._this_device()
+            rate, link = self._this_device()
         else:
-            device_bytes, rate = parse_bytes(gpu.memory), peak * 1e12 * gpu.achievable
+            rate = peak * 1e12 * gpu.achievable
             link = None if gpu.link_gb_per_s is None else gpu.link_gb_per_s * 1e9
         if link is not None and host.pcie_gb_per_s is not None:
             link = min(link, host.pcie_gb_per_s * 1e9)
-        return Machine(memory, device_bytes, dram, link, rate)
+        return Machine(memory, dram, link, rate)
 
     @staticmethod
     def _update_bandwidth() -> float:
@@ -116,16 +116,14 @@ class Planner:
         traffic = Traffic(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return SUSTAINED * update_bandwidth(beside=traffic)
 
-    def _this_device(self) -> tuple[int, float, float | None]:
-        """Memory in bytes, FLOPs a second while training this model, and link rate of the device that is here."""
+    def _this_device(self) -> tuple[float, float | None]:
+        """FLOPs a second in training, and link rate of the device that is here."""
         dtype = torch.float32 if self.format is StoreFormat.FP32 else torch.bfloat16
         if not torch.cuda.is_available():
             measured = bench_device(torch.device("cpu"), dtype)
-            return 0, measured.flops_per_s * TRAINING_SHARE, None
-        device = torch.device("cuda", 0)
-        measured = bench_device(device, dtype)
-        total = torch.cuda.get_device_properties(device).total_memory
-        return total, measured.flops_per_s * TRAINING_SHARE, measured.link_bytes_per_s
+            return measured.flops_per_s * TRAINING_SHARE, None
+        measured = bench_device(torch.device("cuda", 0), dtype)
+        return measured.flops_per_s * TRAINING_SHARE, measured.link_bytes_per_s
 
     @cached_property
     def measured(self) -> tuple[float, float] | None:
@@ -169,10 +167,6 @@ class Planner:
     def keeps_graphs(self) -> bool:
         """Whether the strategy is set to."""
         return self.strategy["recompute"] == "never"
-
-    @cached_property
-    def _rehearsed(self) -> L.LightningModule:
-        return self._module()
 
     @cached_property
     def _rehearsal(self) -> MetaRehearsal:

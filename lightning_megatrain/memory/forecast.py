@@ -20,14 +20,12 @@ class Machine:
 
     Attributes:
         host_bytes: host memory a run may take.
-        device_bytes: device memory.
         dram_bytes_per_s: host memory traffic that all cores together sustain.
         link_bytes_per_s: between host and device, in each direction at once; None where the host itself computes.
         flops_per_s: arithmetic that training sustains, recompute counted.
     """
 
     host_bytes: int
-    device_bytes: int
     dram_bytes_per_s: float
     link_bytes_per_s: float | None
     flops_per_s: float

@@ -132,7 +132,7 @@ class ChatTokenizer:
 
     def _before_first(self, messages: list[Message]) -> str:
         """What is rendered before the first message's content: templates take no empty conversation."""
-        return self._render([{**messages[0], "content": _STAND_IN}, *messages[1:]]).split(_STAND_IN)[0]
+        return self._around(messages, 0)[0]
 
     def _end(self, messages: list[Message], turn: int, text: str) -> int:
         """Where an answer ends whose turn is written otherwise when it is the last.
@@ -148,10 +148,14 @@ class ChatTokenizer:
 
     def _after(self, messages: list[Message], turn: int) -> str | None:
         """What is rendered after the content of `messages[turn]`, or None if that cannot be seen."""
+        parts = self._around(messages, turn)
+        return parts[1] if len(parts) == 2 else None
+
+    def _around(self, messages: list[Message], turn: int) -> list[str]:
+        """What is rendered before and after the content of `messages[turn]`; more or fewer parts if it is not once."""
         changed = [dict(message) for message in messages]
         changed[turn]["content"] = _STAND_IN
-        parts = self._render(changed).split(_STAND_IN)
-        return parts[1] if len(parts) == 2 else None
+        return self._render(changed).split(_STAND_IN)
 
     def _trailing(self, answer: str) -> int:
         """Count the blanks behind the token that ends a turn: they belong to the template, not to the answer."""

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
+from lightning_megatrain.checkpoint.files import first_line
 from lightning_megatrain.checkpoint.hub import CONFIG_FILE, Stored, locate, main_dtype, read_headers, read_json
 from lightning_megatrain.checkpoint.hub import weight_files as find_weight_files
 from lightning_megatrain.checkpoint.huggingface import stored_form
@@ -81,7 +82,7 @@ class Pretrained:
         try:
             return AutoConfig.from_pretrained(self._folder, local_files_only=True)
         except Exception as error:  # its type differs between releases of transformers
-            reason = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0].rstrip(".")
+            reason = first_line(error.__cause__ or error)
             raise ValueError(
                 f"{self._folder / CONFIG_FILE} does not suit model_type={self.arch!r} ({reason}); get the file again."
             ) from error

@@ -110,7 +110,6 @@ class Engine:
             self._anchor = torch.empty(0, requires_grad=True)
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
         self._collecting = False
-        self._differentiating: Call | None = None
         self._orders = {True: UseOrder(), False: UseOrder()}
         self._recent: deque[int] = deque(maxlen=max(1, prefetch))
         self._in_step = False
@@ -327,7 +326,7 @@ class Engine:
             for part in slices:
                 with kept.saving(slot) if kept is not None else contextlib.nullcontext():
                     leaves, outputs = self._run(call, slices.take(tensors, part), [t.requires_grad for t in tensors])
-                check_graph(unit, leaves, outputs, expected=lambda: self._differentiating is call)
+                check_graph(unit, leaves, outputs, expected=lambda: kept is not None and kept.is_bound)
                 parts.append([_own(o.detach(), slot) for o in outputs])
                 if kept is not None:
                     kept.add(leaves, outputs)
@@ -401,7 +400,8 @@ class Engine:
                 targets = [leaf for leaf, need in zip(leaves, needs, strict=True) if need] + shared + wanted
                 found: Sequence[Tensor | None] = [None] * len(targets)
                 if pairs and targets:
-                    with record_function(f"megatrain.backward {unit.name}"), self._differentiate(call, kept, slot):
+                    bound = kept.bound(slot) if kept is not None else contextlib.nullcontext()
+                    with record_function(f"megatrain.backward {unit.name}"), bound:
                         found = torch.autograd.grad(
                             [o for o, _ in pairs], targets, [g for _, g in pairs], allow_unused=True
                         )
@@ -413,15 +413,6 @@ class Engine:
         if wanted:
             self._push(unit, [next(made) if flag else None for flag in flags[:count]])
         return inputs.result() + for_shared
-
-    @contextlib.contextmanager
-    def _differentiate(self, call: Call, kept: KeptGraph | None, slot: Slot) -> Iterator[None]:
-        before, self._differentiating = self._differentiating, call
-        try:
-            with kept.bound(slot) if kept is not None else contextlib.nullcontext():
-                yield
-        finally:
-            self._differentiating = before
 
     def _run(self, call: Call, tensors: Sequence[Tensor], needs: Sequence[bool]) -> tuple[list[Tensor], list[Tensor]]:
         """Run the bound block with gradients on; returns the leaves that stand for its inputs, and its outputs."""

@@ -79,6 +79,11 @@ class KeptGraph:
         """Slices whose graph is there: none after a backward, or a second one would need it again."""
         return len(self._slices)
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether the unit's own backward is what runs through the graph now."""
+        return self._slot is not None
+
     def _unpack(self, packed: _InSlot | _Elsewhere) -> Tensor:
         if isinstance(packed, _Elsewhere):
             if packed.tensor._version != packed.version:

@@ -8,7 +8,6 @@ from lightning_megatrain.memory.forecast import Machine, Work, forecast, tokens_
 
 H200 = Machine(
     host_bytes=124 * 2**30,
-    device_bytes=140 * 2**30,
     dram_bytes_per_s=120e9,
     link_bytes_per_s=55e9,
     flops_per_s=0.53 * 989.4e12,  # eager blocks
