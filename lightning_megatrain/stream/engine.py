@@ -216,11 +216,19 @@ class Engine:
             self.sink.wait_updated(group.index)
 
     def end_step(self) -> None:
-        """The step's forward and backward are over: weights are on the host again. May be called twice."""
+        """The step's forward and backward are over: weights are on the host again. May be called twice.
+
+        Raises:
+            RuntimeError: a resident weight was written to when its update had begun.
+        """
         self._in_step = False
         self._recent.clear()
         self.ring.clear()
-        self.residents.to_host()
+        if lost := self.residents.to_host():
+            raise RuntimeError(
+                f"Parameter {lost[0]!r} was written to after its gradient was complete, when its update had begun; "
+                "set MegaTrainStrategy(update='blocking')."
+            )
 
     @contextlib.contextmanager
     def host_window(self) -> Iterator[None]:
@@ -256,6 +264,8 @@ class Engine:
         present = [g is not None for g in gradients]
         if not any(present):
             return
+        if self.sink.takes_residents_early:
+            self.residents.give(group)
         norm = None
         if self.sink.wants_norms:
             norm = torch.linalg.vector_norm(torch.stack([flat_norm(g) for g in gradients if g is not None]))

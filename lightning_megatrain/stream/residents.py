@@ -25,10 +25,11 @@ class Residents:
         dtype = store.format.wire_dtype
         with torch.inference_mode(False):
             self._flat = [torch.empty(g.layout.numel, dtype=dtype, device=streams.device) for g in self.groups]
-        self._views = [g.layout.views(flat) for g, flat in zip(self.groups, self._flat, strict=True)]
+        self._views = {g.index: g.layout.views(flat) for g, flat in zip(self.groups, self._flat, strict=True)}
         self.on_device = False
         self.lent = 0  # modules that have device copies outside a step
         self._versions: dict[int, int] = {}  # of the parameters, when their data became the device's
+        self._given: set[int] = set()  # groups whose update may have begun while their data are the device's
         self._released = Event()
 
     @property
@@ -47,36 +48,64 @@ class Residents:
             ]
             for copy in copies:
                 self._streams.compute_after(copy.done)
-        for group, views in zip(self.groups, self._views, strict=True):
-            for parameter, view in zip(group.parameters, views, strict=True):
+        for group in self.groups:
+            for parameter, view in zip(group.parameters, self._views[group.index], strict=True):
                 parameter.data = view
                 self._versions[id(parameter)] = parameter._version
         self.on_device = True
 
-    def to_host(self) -> None:
-        """Make the parameters' data the host's wire again."""
+    def to_host(self) -> list[str]:
+        """Make the parameters' data the host's wire again.
+
+        Returns:
+            Names of parameters that were written to on the device after :meth:`give`: their values are lost.
+        """
         self.lent = 0
         if not self.on_device:
-            return
+            return []
         self._released = self._streams.record()
-        for group, on_device in zip(self.groups, self._views, strict=True):
-            for index, parameter in enumerate(group.parameters):
-                version, moved = self._versions[id(parameter)], parameter.data_ptr() != on_device[index].data_ptr()
-                if moved or parameter._version != version:  # somebody wrote to the device's copy
-                    self._store.write_wire(group.index, index, parameter.data)
-            self._store.show(group)
         self.on_device = False
+        lost: list[str] = []
+        for group in self.groups:
+            written = self._written(group)
+            if group.index in self._given:
+                lost += [group.layout.entries[index].name for index in written]
+            else:
+                self._write(group, written)
+            self._store.show(group)
+        self._given.clear()
+        return lost
+
+    def give(self, group: Group) -> None:
+        """An update of ``group`` may begin before :meth:`to_host`: what was written to the device goes first."""
+        self._write(group, self._written(group))
+        self._given.add(group.index)
+
+    def _written(self, group: Group) -> list[int]:
+        """Which parameters' device copies somebody wrote to, or put another tensor in the place of."""
+        pairs = zip(group.parameters, self._views[group.index], strict=True)
+        return [
+            index
+            for index, (parameter, view) in enumerate(pairs)
+            if parameter._version != self._versions[id(parameter)] or parameter.data_ptr() != view.data_ptr()
+        ]
+
+    def _write(self, group: Group, written: Sequence[int]) -> None:
+        for index in written:
+            parameter = group.parameters[index]
+            self._store.write_wire(group.index, index, parameter.data)
+            self._versions[id(parameter)] = parameter._version
 
     def lend(self, module: nn.Module) -> None:
         """Outside a step: device copies for the parameters that ``module`` itself holds, until :meth:`take_back`."""
         self.lent += 1
         own = {id(p) for p in module.parameters(recurse=False)}
-        for group, flat, views in zip(self.groups, self._flat, self._views, strict=True):
+        for group, flat in zip(self.groups, self._flat, strict=True):
             if not any(id(p) in own for p in group.parameters):
                 continue
             copy = self._streams.copy("fetch", flat, self._store.wire(group.index), after=[self._released])
             self._streams.compute_after(copy.done)
-            for parameter, view in zip(group.parameters, views, strict=True):
+            for parameter, view in zip(group.parameters, self._views[group.index], strict=True):
                 if id(parameter) in own:
                     parameter.data = view
 

@@ -11,6 +11,7 @@ import zoo
 from fitting import QUIET, MegaTrainStrategy, assert_same_bits, fit, loader, stock
 from torch import Tensor, nn
 
+from lightning_megatrain.stream.engine import Engine
 from lightning_megatrain.update.updater import Updater
 
 SCHEDULES = ["blocking", "next_forward", "in_backward"]
@@ -159,6 +160,46 @@ def test_within_an_automatic_step(update: str) -> None:
     a, _ = fit(Renormed, stock(), max_steps=6)
     b, _ = fit(Renormed, MegaTrainStrategy(update=update), max_steps=6)
     assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("update", SCHEDULES)
+def test_within_an_automatic_step_with_updates_done_before_it_ends(
+    update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the forward wrote is there before an update begins, however early that is."""
+    end_step = Engine.end_step
+
+    def late(engine: Engine) -> None:
+        if engine.sink is not None:
+            engine.sink.drain()
+        end_step(engine)
+
+    a, _ = fit(Renormed, stock(), max_steps=6)
+    monkeypatch.setattr(Engine, "end_step", late)
+    b, _ = fit(Renormed, MegaTrainStrategy(update=update), max_steps=6)
+    assert_same_bits(a, b)
+
+
+class WrittenLate(zoo.Encoder):
+    """Writes to the head when the last gradient is complete: a value that an update in backward cannot know of."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2, log_norm=False, dropout=0.0)
+
+    def on_train_start(self) -> None:
+        self.embed.weight.register_post_accumulate_grad_hook(self.write)
+
+    def write(self, parameter: Tensor) -> None:
+        with torch.no_grad():
+            self.head.weight.mul_(0.5)
+
+
+def test_a_write_after_the_update_began_is_refused() -> None:
+    a, _ = fit(WrittenLate, stock(), max_steps=3)
+    b, _ = fit(WrittenLate, MegaTrainStrategy(update="next_forward"), max_steps=3)
+    assert_same_bits(a, b)
+    with pytest.raises(RuntimeError, match=r"'head\.weight' was written to after .* set MegaTrainStrategy\(update='b"):
+        fit(WrittenLate, MegaTrainStrategy(update="in_backward"), max_steps=3)
 
 
 class Thaws(zoo.Encoder):
