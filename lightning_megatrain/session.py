@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_megatrain.legality import accumulates, check_optimizers, choose_schedule
+from lightning_megatrain.memory.device import DeviceMemory, device_memory
 from lightning_megatrain.memory.host import available_host_bytes, parse_bytes
 from lightning_megatrain.memory.layout import Group
 from lightning_megatrain.memory.mapped import FileMappings
@@ -20,6 +21,7 @@ from lightning_megatrain.memory.plan import Plan, make_plan
 from lightning_megatrain.memory.store import Store, StoreFormat
 from lightning_megatrain.placement import BufferPlacement
 from lightning_megatrain.precision import MegaTrainPrecision
+from lightning_megatrain.stream.budget import Budget, Recompute
 from lightning_megatrain.stream.discovery import UnitSelector, find_units, make_groups
 from lightning_megatrain.stream.engine import Engine
 from lightning_megatrain.stream.gradients import GRADIENT_BUFFERS
@@ -38,10 +40,11 @@ class Settings:
     units: UnitSelector
     prefetch: int
     microbatch: int | None
-    recompute: Literal["always", "never"]
+    recompute: Recompute
     compile: bool
     update: str
     host_memory: str | int
+    device_memory: str | int | float
     threads: int | Literal["auto"]
     moments_dtype: torch.dtype
     accumulate_dtype: Literal["auto", "float32", "bfloat16"]
@@ -100,9 +103,7 @@ class Session:
         self._sum_dtype = self._choose_sum_dtype(trainer, groups, free)
         self.plan = self._plan(groups, self._sum_dtype)
         self.plan.require_host(free, _smaller(self._format))
-        if device.type == "cuda":
-            cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            self.plan.require_device(torch.cuda.mem_get_info(device)[0] + cached)
+        self._device_memory = self._limit_device(device)
         if optimizers is not None:
             rank_zero_info(f"megatrain: {self.plan.describe()}")
         self._pin = settings.pin_memory and device.type == "cuda"
@@ -121,6 +122,16 @@ class Session:
         except BaseException:
             self.close()
             raise
+
+    def _limit_device(self, device: torch.device) -> DeviceMemory | None:
+        memory = device_memory(device, self._settings.device_memory)
+        if memory is not None:
+            try:
+                self.plan.require_device(memory.limit - memory.allocated())
+            except RuntimeError:
+                memory.close()
+                raise
+        return memory
 
     def _free_bytes(self, *, taken: int) -> int:
         """Host bytes the run may hold, of which it holds ``taken`` already."""
@@ -185,7 +196,7 @@ class Session:
             prefetch=self._settings.prefetch,
             microbatch=self._settings.microbatch,
             compile=self._settings.compile,
-            keep_graphs=len(self._modules) if self._settings.recompute == "never" else 0,
+            budget=Budget(self._settings.recompute, self._device_memory),
             sink=self.updater,
             compute_context=self._precision.unit_context,
         )
@@ -238,6 +249,8 @@ class Session:
             updater.close()
         del engine, updater  # with their views of the arenas, so that these go group by group
         self.store.release()
+        if self._device_memory is not None:
+            self._device_memory.close()
         if buffers is not None:
             buffers.restore()
             _say_device(self._module, torch.device("cpu"))

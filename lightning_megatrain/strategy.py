@@ -54,7 +54,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             of the unit's first floating-point input.
         recompute: ``"always"`` keeps each unit's inputs only and computes its forward again in the backward, so the
             device holds the activations of one unit; ``"never"`` keeps those of all, as plain training does, and saves
-            a forward. Weights are streamed either way. The numbers are the same to the bit.
+            a forward; ``"auto"`` keeps those of as many units, the last ones, as a GPU's memory was seen to have room
+            for, and on a CPU none. Weights are streamed in any case. The numbers are the same to the bit.
         compile: run units through ``torch.compile``: one graph for each structure, not for each layer. A unit that
             cannot be compiled runs as it is, with a warning.
         update: when the host optimizer runs. ``"in_backward"`` updates each unit as its gradients arrive, behind the
@@ -64,6 +65,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             where nothing needs all gradients at once, else ``next_forward`` where it may, and says which and why.
         host_memory: the most host memory to use, such as ``"120GiB"`` or a number of bytes; ``"auto"`` takes what
             this process can still get.
+        device_memory: the most memory of a GPU to use, what its allocator keeps in reserve included, such as
+            ``"24GiB"``, a number of bytes, or a fraction of the device's; ``"auto"`` takes what is free.
         threads: threads of the host optimizer; ``"auto"`` takes the physical cores but a few for launching GPU work.
         moments_dtype: dtype of Adam's moments in ``bf16-mixed`` and ``bf16-true``: ``"float32"``, or ``"bfloat16"`` to
             save 4 bytes per parameter.
@@ -99,10 +102,11 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         units: str | Sequence[str] | Callable[[str, nn.Module], bool] = "auto",
         prefetch: int = 2,
         microbatch: int | None = None,
-        recompute: Literal["always", "never"] = "always",
+        recompute: Literal["auto", "always", "never"] = "auto",
         compile: bool = False,
         update: Literal["auto", "in_backward", "next_forward", "blocking"] = "auto",
         host_memory: str | int = "auto",
+        device_memory: str | int | float = "auto",
         threads: int | Literal["auto"] = "auto",
         moments_dtype: Literal["float32", "bfloat16"] = "float32",
         accumulate_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
@@ -120,7 +124,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             raise ValueError(f"prefetch={prefetch} is not a number of units; set 0 or more.")
         if microbatch is not None and microbatch < 1:
             raise ValueError(f"microbatch={microbatch} is not a batch size; set 1 or more, or None.")
-        _require_one_of("recompute", recompute, ("always", "never"))
+        _require_one_of("recompute", recompute, ("auto", "always", "never"))
         _require_one_of("update", update, ("auto", "in_backward", "next_forward", "blocking"))
         _require_one_of("moments_dtype", moments_dtype, ("float32", "bfloat16"))
         _require_one_of("accumulate_dtype", accumulate_dtype, ("auto", "float32", "bfloat16"))
@@ -130,6 +134,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             raise ValueError(f"threads={threads} is not a number of threads; set 1 or more, or 'auto'.")
         if host_memory != "auto":
             parse_bytes(host_memory)
+        if device_memory != "auto":
+            parse_bytes(device_memory, total=1)
         self._settings = Settings(
             units=units,
             prefetch=prefetch,
@@ -138,6 +144,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             compile=compile,
             update=update,
             host_memory=host_memory,
+            device_memory=device_memory,
             threads=threads,
             moments_dtype=torch.bfloat16 if moments_dtype == "bfloat16" else torch.float32,
             accumulate_dtype=accumulate_dtype,

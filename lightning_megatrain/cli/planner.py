@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from lightning_megatrain.cli.app import UserError
+from lightning_megatrain.memory.device import SPENDABLE
 from lightning_megatrain.memory.forecast import Forecast, Machine, Schedule, Work, forecast, tokens_to_hide, work_of
 from lightning_megatrain.memory.host import available_host_bytes, format_bytes, parse_bytes
 from lightning_megatrain.memory.layout import Group
@@ -143,7 +144,10 @@ class Planner:
             )
         except RuntimeError:  # no room, here or on the host, or an operation that this device has no kernel for
             return None
-        return seconds.forward, seconds.backward
+        # What was timed kept no graph, or all: of the others the forward need not be computed again.
+        saved = 0.0 if self.keeps_graphs else self.kept_graphs[0] / self.units
+        again = seconds.forward * self.flops.blocks / self.flops.model
+        return seconds.forward, seconds.backward - saved * again
 
     def _settings(
         self, schedule: Schedule, microbatch: int | None, *, keeps_graphs: bool | None = None
@@ -165,8 +169,23 @@ class Planner:
 
     @property
     def keeps_graphs(self) -> bool:
-        """Whether the strategy is set to."""
+        """Whether the strategy is set to keep those of all units."""
         return self.strategy["recompute"] == "never"
+
+    @cached_property
+    def kept_graphs(self) -> tuple[int, int]:
+        """Units whose graph is kept, and the device bytes that it takes beyond :attr:`peak`."""
+        if self.keeps_graphs:
+            return self.units, 0
+        if self.strategy["recompute"] == "always" or self.peak is None:
+            return 0, 0
+        every = self.device_peak(self.schedule()[0], self.microbatch, keeps_graphs=True)
+        if every is None:
+            return 0, 0
+        each = max(1, -(-(every - self.peak) // self.units))
+        spendable = int(self._device_limit() * SPENDABLE) - self.peak
+        count = min(self.units, max(0, spendable // each))
+        return count, count * each
 
     @cached_property
     def _rehearsal(self) -> MetaRehearsal:
@@ -205,7 +224,7 @@ class Planner:
     def _fitted(self) -> tuple[int | None, int | None]:
         schedule, wanted = self.schedule()[0], self.strategy["microbatch"]
         asked = self.device_peak(schedule, wanted)
-        memory = self._device_memory()
+        memory = self._device_limit()
         if asked is None or asked <= memory or wanted is not None:
             return wanted, asked
         rows = self.rows
@@ -215,6 +234,11 @@ class Planner:
             if peak is not None and peak <= memory:
                 return rows, peak
         return wanted, asked
+
+    def _device_limit(self) -> int:
+        """Of the device's memory, what the strategy is set to use."""
+        total, wanted = self._device_memory(), self.strategy["device_memory"]
+        return total if wanted == "auto" else min(total, parse_bytes(wanted, total=total or None))
 
     def _device_memory(self) -> int:
         if self.cfg.gpu.memory is not None:
@@ -286,7 +310,9 @@ class Planner:
         if self.peak is None:
             return self.strategy["recompute"]
         kept = self.device_peak(schedule, self.microbatch, keeps_graphs=True)
-        return "never" if kept is not None and kept <= self._device_memory() else "always"
+        if kept is not None and kept <= self._device_limit() * SPENDABLE:
+            return "never"
+        return "auto" if self.kept_graphs[0] else "always"
 
     def _fastest(self, work: Work) -> Schedule:
         """Of the schedules that may run and whose gradients fit the host."""
@@ -311,7 +337,7 @@ class Planner:
             tokens=self.tokens,
             batches=self.batches,
             flops_per_token=self.flops.model,
-            block_flops_per_token=0.0 if self.keeps_graphs else self.flops.blocks,
+            block_flops_per_token=self.flops.blocks * (1 - self.kept_graphs[0] / self.units),
             moment_bytes=moment_bytes,
         )
         predicted = forecast(work, self.machine, schedule, self.measured)
@@ -319,9 +345,13 @@ class Planner:
         device = planned.device
         asked = self.strategy["microbatch"]
         if self.peak is not None:
-            device = {**device, "activations and kernels": max(0, self.peak - planned.device_bytes)}
+            device = {
+                **device,
+                "activations and kernels": max(0, self.peak - planned.device_bytes),
+                "kept graphs": self.kept_graphs[1],
+            }
         device_bytes = sum(device.values())
-        device_memory = self._device_memory()
+        device_memory = self._device_limit()
         fits_device = not device_memory or (device_bytes <= device_memory and self.microbatch == asked)
         return {
             "parameters": planned.parameters,
@@ -338,6 +368,7 @@ class Planner:
             "device_available_bytes": device_memory,
             "device_bytes_by_item": device,
             "activations_counted": self.peak is not None,
+            "kept_graphs": self.kept_graphs[0],
             "best": {
                 "microbatch": self.microbatch,
                 "recompute": self._least_recompute(schedule),

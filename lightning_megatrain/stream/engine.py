@@ -4,55 +4,31 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.profiler import record_function
 
 from lightning_megatrain.memory.layout import Group
-from lightning_megatrain.memory.slots import Slot, SlotRing
+from lightning_megatrain.memory.slots import Slot
 from lightning_megatrain.memory.store import Store
 from lightning_megatrain.stream.autograd import Call, Output, StreamedBlock
+from lightning_megatrain.stream.budget import Budget
 from lightning_megatrain.stream.closure import check_graph
 from lightning_megatrain.stream.compiled import CompiledForward
+from lightning_megatrain.stream.fetcher import Fetcher
 from lightning_megatrain.stream.gradients import GradientBuffers, InputGradients, ParameterGradients, flat_norm
 from lightning_megatrain.stream.kept import KeptGraph
 from lightning_megatrain.stream.microbatch import Slices
 from lightning_megatrain.stream.order import UseOrder
 from lightning_megatrain.stream.patch import drop_caches, install, uninstall
 from lightning_megatrain.stream.residents import Residents
-from lightning_megatrain.stream.streams import Copy, Streams
+from lightning_megatrain.stream.sink import GradientSink
+from lightning_megatrain.stream.streams import Streams
 from lightning_megatrain.stream.unit import Conditions, Unit, check_trainable, no_autocast_cache
 
 
-class GradientSink(Protocol):
-    """Where gradients go. The engine is given one; it does not know optimizers."""
-
-    def destination(self, group: int, last: bool) -> Tensor:
-        """Flat host memory ``[trainable_numel]`` to push into; may wait for a free slab."""
-
-    def landed(
-        self, group: int, copies: Sequence[Copy], present: Sequence[bool], last: bool, norm: Tensor | None = None
-    ) -> None:
-        """Copies into the last :meth:`destination` of ``group`` are under way. ``last``: none follow in this step.
-
-        ``norm`` is the Euclidean norm of what was pushed, a scalar on the device, if it was asked for.
-        """
-
-    @property
-    def wants_norms(self) -> bool:
-        """Whether to take norms on the device."""
-
-    @property
-    def takes_residents_early(self) -> bool:
-        """Whether a resident group is to be pushed as soon as autograd has made its gradients."""
-
-    def updated(self, group: int) -> bool:
-        """Whether no update of ``group`` is under way; does not wait."""
-
-    def wait_updated(self, group: int) -> None:
-        """Block until no update of ``group`` is under way; raises what the worker raised."""
+_T = TypeVar("_T")
 
 
 class Engine:
@@ -66,8 +42,7 @@ class Engine:
         streams: the lanes of the device.
         prefetch: units fetched ahead of the one being used; the ring has one slot more.
         microbatch: batch size inside a unit, or None to run the whole batch at once.
-        keep_graphs: of how many units, the last ones, the forward's graph is kept, so that their backward computes
-            nothing again.
+        budget: decides which graphs are kept from the forward, so that their backward computes nothing again.
         compile: run blocks through ``torch.compile``.
         sink: where gradients go; None for a run without training.
         compute_context: entered around every block's forward, in forward and recompute alike.
@@ -83,7 +58,7 @@ class Engine:
         *,
         prefetch: int = 2,
         microbatch: int | None = None,
-        keep_graphs: int = 0,
+        budget: Budget | None = None,
         compile: bool = False,
         sink: GradientSink | None = None,
         compute_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
@@ -98,13 +73,11 @@ class Engine:
         for unit in self.units if compile else ():
             unit.forward = CompiledForward(unit.name, unit.forward)
         self.residents = Residents(groups, store, streams)
-        self._prefetch_depth = prefetch
         self._microbatch = microbatch
-        self._keep_graphs = keep_graphs
+        self.budget = budget or Budget()
         self._compute_context = compute_context
         dtype = store.format.wire_dtype
-        largest = max(u.group.layout.numel for u in self.units)
-        self.ring = SlotRing(min(prefetch + 1, len(self.units)), largest, dtype, streams.device)
+        self._fetcher = Fetcher(self.units, store, streams, sink, prefetch=prefetch)
         self._gradients = GradientBuffers(groups, dtype, streams) if sink is not None else None
         with torch.inference_mode(False):
             self._anchor = torch.empty(0, requires_grad=True)
@@ -113,7 +86,6 @@ class Engine:
         self._orders = {True: UseOrder(), False: UseOrder()}
         self._recent: deque[int] = deque(maxlen=max(1, prefetch))
         self._in_step = False
-        self._bound_count = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._arrived: dict[int, int] = {}  # resident group: gradients autograd has made in this backward
         self._install(model, groups)
@@ -172,7 +144,7 @@ class Engine:
             unit.unbind()
             unit.pending = 0
         self.residents.to_host()
-        self.ring.clear()
+        self._fetcher.ring.clear()
         self._recent.clear()
         self._arrived.clear()
         self._in_step = self._collecting = False
@@ -192,11 +164,12 @@ class Engine:
             unit.pending = 0
         for order in self._orders.values():
             order.begin()
+        self.budget.begin()
         self._bring_residents(upload=upload)
 
     def _take_assigned(self) -> None:
         """Where the parameters' data are the host's: take over what somebody assigned to them."""
-        if not (self._in_step or self.residents.on_device or self.residents.lent or self._bound_count):
+        if not (self._in_step or self.residents.on_device or self.residents.lent or self._fetcher.bound_count):
             self.store.take_assigned()
 
     def _need_residents(self) -> None:
@@ -223,7 +196,7 @@ class Engine:
         """
         self._in_step = False
         self._recent.clear()
-        self.ring.clear()
+        self._fetcher.ring.clear()
         if lost := self.residents.to_host():
             raise RuntimeError(
                 f"Parameter {lost[0]!r} was written to after its gradient was complete, when its update had begun; "
@@ -303,7 +276,7 @@ class Engine:
         return call.output.rebuild(outputs)
 
     def _use_without_gradients(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        expected = self._orders[False].observe(unit.group.index, self._prefetch_depth)
+        expected = self._orders[False].observe(unit.group.index, self._fetcher.prefetch)
         if self._microbatch is None:
             with self._bound(unit, expected) as slot, no_autocast_cache(), self._compute_context():
                 output, tensors = Output.of(unit.forward(*args, **kwargs))
@@ -329,19 +302,12 @@ class Engine:
         buffers = unit.buffers_before()
         input_versions = [t._version for t in tensors]
         slices = Slices(unit.name, tensors, self._microbatch)
-        parts = []
-        expected = self._orders[True].observe(unit.group.index, self._prefetch_depth)
-        kept = KeptGraph(unit.name) if unit.group.index >= len(self.units) - self._keep_graphs else None
-        with self._bound(unit, expected) as slot:
-            for part in slices:
-                with kept.saving(slot) if kept is not None else contextlib.nullcontext():
-                    leaves, outputs = self._run(call, slices.take(tensors, part), [t.requires_grad for t in tensors])
-                check_graph(unit, leaves, outputs, expected=lambda: kept is not None and kept.is_bound)
-                parts.append([_own(o.detach(), slot) for o in outputs])
-                if kept is not None:
-                    kept.add(leaves, outputs)
-                del leaves, outputs  # and, unless kept, this slice's graph, before the next one's is made
-        call.kept = kept
+        expected = self._orders[True].observe(unit.group.index, self._fetcher.prefetch)
+        keeps = self.budget.keeps(tensors)
+        parts = self._unless_memory_runs_out(lambda: self._forward_slices(call, tensors, slices, expected, keeps))
+        if parts is None:
+            call.conditions.rewind(self.streams, buffers)
+            parts = self._forward_slices(call, tensors, slices, expected, False)
         if [t._version for t in tensors] != input_versions:
             raise RuntimeError(
                 f"Unit {unit.name!r} changes one of its inputs in place, so it cannot be recomputed from them; "
@@ -356,6 +322,26 @@ class Engine:
             call.conditions.random_state = None
         call.output_shapes = [o.shape for o in parts[-1]]
         return slices.join(parts)
+
+    def _forward_slices(
+        self, call: Call, tensors: Sequence[Tensor], slices: Slices, expected: Sequence[int], keeps: bool
+    ) -> list[list[Tensor]]:
+        """Outputs of each slice, without a graph; with ``keeps`` the graphs are in ``call.kept``."""
+        unit, parts = call.unit, []
+        kept = KeptGraph(unit.name) if keeps else None
+        with self._bound(unit, expected) as slot:
+            for part in slices:
+                with self.budget.making(), kept.saving(slot) if kept is not None else contextlib.nullcontext():
+                    leaves, outputs = self._run(call, slices.take(tensors, part), [t.requires_grad for t in tensors])
+                check_graph(unit, leaves, outputs, expected=lambda: kept is not None and kept.is_bound)
+                parts.append([_own(o.detach(), slot) for o in outputs])
+                if kept is not None:
+                    kept.add(leaves, outputs)
+                del leaves, outputs  # and, unless kept, this slice's graph, before the next one's is made
+        call.kept = kept
+        if kept is not None:
+            self.budget.hold(kept)
+        return parts
 
     def backward(
         self, call: Call, tensors: Sequence[Tensor], needs: Sequence[bool], gradients: Sequence[Tensor | None]
@@ -385,17 +371,37 @@ class Engine:
         wanted = [p for p, flag in zip(unit.group.parameters[:count], flags[:count], strict=True) if flag]
         needs, shared_needs = needs[: len(tensors)], needs[len(tensors) :]
         shared = [p for p, need in zip(unit.shared, shared_needs, strict=True) if need]
-        inputs = InputGradients(slices, needs)
-        parameters = ParameterGradients(len(shared) + len(wanted), slices)
+        find = partial(self._backward_slices, call, tensors, needs, gradients, slices, [*shared, *wanted])
         # A second backward finds no graph any more and computes it again.
         kept = call.kept if call.kept is not None and call.kept.left else None
-        restored = call.conditions.restored(unit, self.streams) if kept is None else contextlib.nullcontext()
+        found = self._unless_memory_runs_out(lambda: find(kept))
+        inputs, made = found if found is not None else find(None)
+        for_shared = [next(made) if need else None for need in shared_needs]
+        if wanted:
+            self._push(unit, [next(made) if flag else None for flag in flags[:count]])
+        return inputs + for_shared
+
+    def _backward_slices(
+        self,
+        call: Call,
+        tensors: Sequence[Tensor],
+        needs: Sequence[bool],
+        gradients: Sequence[Tensor | None],
+        slices: Slices,
+        parameters: Sequence[Tensor],
+        kept: KeptGraph | None,
+    ) -> tuple[list[Tensor | None], Iterator[Tensor | None]]:
+        """Gradients of the inputs, None where none is needed, and of ``parameters``."""
+        unit, conditions = call.unit, call.conditions
+        assert conditions is not None
+        for_inputs, for_parameters = InputGradients(slices, needs), ParameterGradients(len(parameters), slices)
+        restored = conditions.restored(unit, self.streams) if kept is None else contextlib.nullcontext()
         with self._bound(unit, call.preceding) as slot, restored:
             for part in slices:
                 if kept is not None:
                     leaves, outputs = kept.take()
                 else:
-                    with call.conditions.numerics():
+                    with conditions.numerics():
                         leaves, outputs = self._run(call, slices.take(tensors, part), needs)
                 if part.stop in (None, len(tensors[0])) and [o.shape for o in outputs] != call.output_shapes:
                     raise RuntimeError(
@@ -407,22 +413,18 @@ class Engine:
                     for o, g in zip(outputs, gradients, strict=True)
                     if g is not None and o.requires_grad
                 ]
-                targets = [leaf for leaf, need in zip(leaves, needs, strict=True) if need] + shared + wanted
+                targets = [leaf for leaf, need in zip(leaves, needs, strict=True) if need] + list(parameters)
                 found: Sequence[Tensor | None] = [None] * len(targets)
                 if pairs and targets:
                     bound = kept.bound(slot) if kept is not None else contextlib.nullcontext()
-                    with record_function(f"megatrain.backward {unit.name}"), bound:
+                    with self.streams.span("compute", f"backward {unit.name}"), bound:
                         found = torch.autograd.grad(
                             [o for o, _ in pairs], targets, [g for _, g in pairs], allow_unused=True
                         )
-                inputs.add(found[: sum(needs)])
-                parameters.add(found[sum(needs) :])
+                for_inputs.add(found[: sum(needs)])
+                for_parameters.add(found[sum(needs) :])
                 del leaves, outputs, pairs, targets, found  # likewise
-        made = parameters.result()
-        for_shared = [next(made) if need else None for need in shared_needs]
-        if wanted:
-            self._push(unit, [next(made) if flag else None for flag in flags[:count]])
-        return inputs.result() + for_shared
+        return for_inputs.result(), for_parameters.result()
 
     def _run(self, call: Call, tensors: Sequence[Tensor], needs: Sequence[bool]) -> tuple[list[Tensor], list[Tensor]]:
         """Run the bound block with gradients on; returns the leaves that stand for its inputs, and its outputs."""
@@ -431,7 +433,7 @@ class Engine:
             torch.enable_grad(),
             no_autocast_cache(),
             self._compute_context(),
-            record_function(f"megatrain.forward {call.unit.name}"),
+            self.streams.span("compute", f"forward {call.unit.name}"),
         ):
             output, outputs = Output.of(call.run(leaves))
         if not outputs:
@@ -443,46 +445,18 @@ class Engine:
             call.output = output
         return leaves, outputs
 
-    # Slots
+    def _bound(self, unit: Unit, expected: Sequence[int]) -> contextlib.AbstractContextManager[Slot]:
+        # Outside a step nobody says when the host's weights change, so no slot is trusted twice.
+        return self._fetcher.bound(unit, expected, forget=not self._in_step)
 
-    @contextlib.contextmanager
-    def _bound(self, unit: Unit, expected: Sequence[int]) -> Iterator[Slot]:
-        """The unit's parameters are views of a slot inside this context; the units expected next are being fetched."""
-        group = unit.group.index
-        slot = self.ring.find(group, self.store.versions[group]) or self._fetch(group)
-        assert slot is not None, "every slot is bound: a unit was used inside another"
-        self.ring.touch(slot)
-        slot.users += 1
-        for following in expected[: self._prefetch_depth]:
-            held = self.ring.find(following, self.store.versions[following])
-            if held is not None:
-                self.ring.touch(held)
-            elif self.sink is None or self.sink.updated(following):  # the launch thread waits for needed units only
-                self._fetch(following)
-        self.streams.compute_after(slot.filled.done)
-        unit.bind(slot.views_of(unit.group))
-        self._bound_count += 1
+    def _unless_memory_runs_out(self, run: Callable[[], _T]) -> _T | None:
+        """What ``run`` returns, or None if memory ran out in it and there is more now."""
         try:
-            yield slot
-        finally:
-            self._bound_count -= 1
-            unit.unbind()
-            slot.released = self.streams.record()
-            slot.users -= 1
-            if not self._in_step:
-                slot.group = None  # outside a step nobody says when the host's weights change
-
-    def _fetch(self, group: int) -> Slot | None:
-        if self.sink is not None:
-            self.sink.wait_updated(group)
-        slot = self.ring.take(group, self.store.versions[group])
-        if slot is None:
-            return None
-        wire = self.store.wire(group)
-        after = [slot.released] if slot.released is not None else []
-        with record_function(f"megatrain.fetch {self.units[group].name}"):
-            slot.filled = self.streams.copy("fetch", slot.buffer[: wire.numel()], wire, after=after)
-        return slot
+            return run()
+        except torch.OutOfMemoryError:
+            if not self.budget.relieve():
+                raise
+        return None  # and the error with its frames, which hold tensors, is gone
 
     # Gradients
 
@@ -495,7 +469,7 @@ class Engine:
         if not any(present):
             self.sink.landed(unit.group.index, [], present, last)
             return
-        with record_function(f"megatrain.push {unit.name}"):
+        with self.streams.span("push", f"push {unit.name}"):
             packed = self._gradients.pack(unit.group, gradients)
             norm = flat_norm(packed) if self.sink.wants_norms else None
             target = self.sink.destination(unit.group.index, last)

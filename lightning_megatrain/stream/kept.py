@@ -65,6 +65,10 @@ class KeptGraph:
         """The next slice."""
         return self._slices.pop(0)
 
+    def drop(self) -> None:
+        """Let the graphs go; their backward has to compute them again."""
+        self._slices.clear()
+
     @contextlib.contextmanager
     def bound(self, slot: Slot) -> Iterator[None]:
         """Around the backward of a slice, with the unit bound to ``slot``."""

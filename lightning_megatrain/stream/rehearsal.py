@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_megatrain.memory.layout import Group
 from lightning_megatrain.memory.store import Store, StoreFormat
+from lightning_megatrain.stream.budget import Budget
 from lightning_megatrain.stream.discovery import UnitSelector, find_units, make_groups
 from lightning_megatrain.stream.engine import Engine
 from lightning_megatrain.stream.streams import Copy, Event, HostStreams, Lane, Streams
@@ -225,7 +226,7 @@ def _engine(
         streams,
         prefetch=settings.prefetch,
         microbatch=settings.microbatch,
-        keep_graphs=len(units) if settings.keeps_graphs else 0,
+        budget=Budget("never" if settings.keeps_graphs else "always"),
         sink=_NoUpdates(store, settings),
         compute_context=compute_context,
     )

@@ -191,6 +191,14 @@ class Conditions:
             finally:
                 torch.set_default_dtype(default_dtype)
 
+    def rewind(self, streams: Streams, buffers: "BuffersBefore | None") -> None:
+        """Undo what the forward that was about to run did to generators and, as they were before it, buffers."""
+        assert self.random_state is not None
+        streams.set_random_state(self.random_state)
+        with torch.no_grad():  # all of them: batch norm writes its statistics without counting a version
+            for buffer, _, copy in (buffers or {}).values():
+                buffer.copy_(copy)
+
     def _apply(self, unit: Unit, streams: Streams, current: "Conditions") -> None:
         if self.random_state is not None and current.random_state is not None:
             streams.set_random_state(self.random_state)

@@ -86,6 +86,7 @@ def measure(wanted: dict[str, str]) -> dict[str, Any]:
         f"data.seq_len={wanted['seq']}",
         f"data.batch_size={wanted['rows']}",
         f"strategy.microbatch={wanted.get('microbatch', 'null')}",
+        "strategy.recompute=always",
         f"trainer.gradient_clip_val={wanted.get('clip', 'null')}",
         "optim.warmup_steps=0",
     ]
@@ -117,7 +118,7 @@ def measure(wanted: dict[str, str]) -> dict[str, Any]:
         max_steps=STEPS,
         precision=cfg.precision.lightning,
         gradient_clip_val=cfg.trainer.gradient_clip_val,
-        strategy=MegaTrainStrategy(microbatch=cfg.strategy.microbatch),
+        strategy=MegaTrainStrategy(microbatch=cfg.strategy.microbatch, recompute="always"),
         callbacks=[clock],
         logger=False,
         enable_checkpointing=False,

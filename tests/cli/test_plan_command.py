@@ -150,11 +150,27 @@ def test_the_best_settings_fit(planned):
     assert f"strategy.microbatch={best}" in plan["remedy"]
     assert planned(*base, "precision=bf16_mixed", "gpu=rtx_3090", "output=json", f"strategy.microbatch={best}")["fits"]
     assert plan["best"]["recompute"] == "always"
+    assert plan["kept_graphs"] == 0
     few = planned(*base, "precision=bf16_mixed", "gpu=b200", "output=json", "data.batch_size=4")
     assert few["best"]["recompute"] == "never"
     kept = planned(
         *base, "precision=bf16_mixed", "gpu=b200", "output=json", "data.batch_size=4", "strategy.recompute=never"
     )
+    always = planned(
+        *base, "precision=bf16_mixed", "gpu=b200", "output=json", "data.batch_size=4", "strategy.recompute=always"
+    )
     assert kept["fits"]
-    assert kept["device_bytes"] > few["device_bytes"]
-    assert kept["compute_s"] < few["compute_s"]
+    assert few["kept_graphs"] == 28
+    assert kept["device_bytes"] == pytest.approx(few["device_bytes"], rel=0.01)
+    assert kept["device_bytes"] > always["device_bytes"]
+    assert kept["compute_s"] == few["compute_s"] < always["compute_s"]
+
+
+def test_graphs_are_kept_within_the_limit(planned):
+    base = ("model=qwen2_5_7b", "host=workstation_128gb", "data.seq_len=2048", "data.batch_size=8")
+    base += ("precision=bf16_mixed", "gpu=h200", "output=json")
+    plans = [planned(*base, f"strategy.device_memory={limit}GiB") for limit in (16, 30, 50)]
+    assert 0 <= plans[0]["kept_graphs"] < plans[1]["kept_graphs"] < plans[2]["kept_graphs"]
+    for plan in plans:
+        assert plan["device_bytes"] <= plan["device_available_bytes"]
+    assert plans[2]["best"]["recompute"] in ("auto", "never")

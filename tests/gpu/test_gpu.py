@@ -178,7 +178,7 @@ def peak(width: int, layers: int, rows: int, **strategy: Any) -> tuple[int, dict
     torch.cuda.synchronize()
     base = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    chosen = MegaTrainStrategy(host_memory="64GiB", **strategy)
+    chosen = MegaTrainStrategy(host_memory="64GiB", recompute="always", **strategy)
     trainer = L.Trainer(strategy=chosen, accelerator="gpu", devices=1, precision="bf16-mixed", max_steps=3, **QUIET)
     trainer.fit(Stack(width, layers), torch.utils.data.DataLoader(torch.randn(4 * rows, 16), batch_size=rows))
     assert chosen.plan is not None

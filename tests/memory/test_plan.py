@@ -19,7 +19,7 @@ class Held(L.Callback):
         store, updater, engine = strategy._store, strategy._updater, strategy._engine
         self.host = store.nbytes + updater.nbytes
         self.slabs = updater.gradients.slab_nbytes
-        self.device = engine.residents.nbytes + engine.ring.nbytes + engine._gradients.nbytes
+        self.device = engine.residents.nbytes + engine._fetcher.ring.nbytes + engine._gradients.nbytes
         self.plan = strategy.plan
 
 

@@ -1,0 +1,125 @@
+"""What the device's spare memory is spent on: how many graphs are kept from forward to backward."""
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from lightning_megatrain.memory.device import SPENDABLE, DeviceMemory
+from lightning_megatrain.stream.kept import KeptGraph
+
+Recompute = Literal["auto", "always", "never"]
+
+_MEASURED = 5
+"""Batches whose memory is looked at, and after them every one that is larger than all before."""
+
+
+class Budget:
+    """Decides of which uses of units the graph is kept, from what the batches before took.
+
+    The graphs of the last uses are kept: they live shortest, so the same bytes serve them best. The first batch keeps
+    none and is measured; from then on as many are kept as fit beside its peak. A batch of another size is expected to
+    take memory in proportion, beyond what the engine holds all the time. Nothing here waits for the device.
+
+    When memory runs out all the same, :meth:`relieve` lets every kept graph go: their uses are recomputed, and
+    fewer are kept from then on.
+
+    Args:
+        recompute: ``"always"`` keeps none, ``"never"`` all, ``"auto"`` as many as fit.
+        memory: the device's; None where it is not known, then ``"auto"`` keeps none.
+    """
+
+    def __init__(self, recompute: Recompute = "always", memory: DeviceMemory | None = None) -> None:
+        self._recompute = recompute
+        self._memory = memory if recompute == "auto" else None
+        self._live: weakref.WeakSet[KeptGraph] = weakref.WeakSet()
+        self._target = 0
+        self._most: int | None = None  # after memory ran out
+        self._uses = self._uses_before = 0
+        self._kept = 0  # in this batch
+        self._elements = 0  # of this batch: of the first use's first floating-point tensor
+        self._graph = self._graph_of_use = 0  # bytes of this batch's largest graph, and of the one being made
+        self._batches = 0
+        # Of the largest batch so far: its elements, the bytes it would take with no graph kept, and those of a graph.
+        self._largest: tuple[int, float, float] | None = None
+        self._static = 0
+
+    @property
+    def kept(self) -> int:
+        """Graphs that were kept in the last batch or, while one runs, so far in it."""
+        return self._kept
+
+    def begin(self) -> None:
+        """A batch starts."""
+        self._finish()
+        self._uses_before, self._uses, self._kept, self._graph = self._uses or self._uses_before, 0, 0, 0
+        if self._memory is not None and self._largest is None:
+            self._static = self._memory.allocated()
+
+    def keeps(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether to keep the graph of the use that begins with these tensors."""
+        index, self._uses = self._uses, self._uses + 1
+        self._graph_of_use = 0
+        if self._memory is None:
+            keeps = self._recompute == "never"
+        else:
+            if index == 0:
+                self._elements = next((t.numel() for t in tensors if t.is_floating_point()), 0)
+                self._target = self._affordable()
+            keeps = self._target > self._kept and index >= self._uses_before - self._target
+        self._kept += keeps
+        return keeps
+
+    @contextlib.contextmanager
+    def making(self) -> Iterator[None]:
+        """Around the forward of one slice of the use that :meth:`keeps` was asked for, which makes its graph."""
+        before = self._memory.allocated() if self._memory is not None and self._looks else None
+        yield
+        if self._memory is not None and before is not None:
+            self._graph_of_use += self._memory.allocated() - before
+            self._graph = max(self._graph, self._graph_of_use)
+
+    def hold(self, kept: KeptGraph) -> None:
+        """A graph is kept that :meth:`relieve` may drop."""
+        self._live.add(kept)
+
+    def relieve(self) -> bool:
+        """Memory ran out: drop all kept graphs. Whether there were any."""
+        live = [kept for kept in self._live if kept.left]
+        for kept in live:
+            kept.drop()
+        if live:
+            self._most = len(live) * 3 // 4
+            warnings.warn(
+                f"Device memory ran out with the graphs of {len(live)} units kept; they are computed again in this "
+                f"step, and at most {self._most} are kept from now on.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return bool(live)
+
+    @property
+    def _looks(self) -> bool:
+        return self._batches < _MEASURED or self._largest is None or self._elements > self._largest[0]
+
+    def _affordable(self) -> int:
+        assert self._memory is not None
+        if self._largest is None or not self._elements:
+            return 0
+        elements, base, graph = self._largest
+        ratio = self._elements / elements
+        left = self._memory.limit * SPENDABLE - self._static - (base - self._static) * ratio
+        count = max(0, int(left / max(1.0, graph * ratio)))
+        return count if self._most is None else min(count, self._most)
+
+    def _finish(self) -> None:
+        """Learn from the batch that ended."""
+        if self._memory is None or not self._uses or not self._graph or not self._looks:
+            return
+        self._batches += 1
+        base = self._memory.peak() - self._kept * self._graph
+        if self._largest is None or self._elements >= self._largest[0]:
+            self._largest = (self._elements, base, self._graph)

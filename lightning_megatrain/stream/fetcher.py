@@ -1,0 +1,82 @@
+"""Weights of units in device slots: fetched ahead, bound while they are used, and released."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from lightning_megatrain.memory.slots import Slot, SlotRing
+from lightning_megatrain.memory.store import Store
+from lightning_megatrain.stream.sink import GradientSink
+from lightning_megatrain.stream.streams import Streams
+from lightning_megatrain.stream.unit import Unit
+
+
+class Fetcher:
+    """Brings units' weights into a ring of slots.
+
+    Args:
+        units: the units, in the order of their groups.
+        store: the adopted store.
+        streams: the lanes of the device.
+        sink: knows which groups are being updated; None for a run without training.
+        prefetch: units fetched ahead of the one being used; the ring has one slot more.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], store: Store, streams: Streams, sink: GradientSink | None, *, prefetch: int
+    ) -> None:
+        self.prefetch = prefetch
+        self.bound_count = 0
+        self._units = units
+        self._store = store
+        self._streams = streams
+        self._sink = sink
+        largest = max(u.group.layout.numel for u in units)
+        self.ring = SlotRing(min(prefetch + 1, len(units)), largest, store.format.wire_dtype, streams.device)
+
+    @contextlib.contextmanager
+    def bound(self, unit: Unit, expected: Sequence[int], *, forget: bool) -> Iterator[Slot]:
+        """The unit's parameters are views of a slot inside this context; the units expected next are being fetched.
+
+        Args:
+            unit: the unit.
+            expected: groups of the units that are likely to follow, next first.
+            forget: do not trust the slot's bytes afterwards.
+        """
+        group = unit.group.index
+        slot = self._find(group) or self._fetch(group)
+        assert slot is not None, "every slot is bound: a unit was used inside another"
+        self.ring.touch(slot)
+        slot.users += 1
+        for following in expected[: self.prefetch]:
+            held = self._find(following)
+            if held is not None:
+                self.ring.touch(held)
+            elif self._sink is None or self._sink.updated(following):  # the launch thread waits for needed units only
+                self._fetch(following)
+        self._streams.compute_after(slot.filled.done)
+        unit.bind(slot.views_of(unit.group))
+        self.bound_count += 1
+        try:
+            yield slot
+        finally:
+            self.bound_count -= 1
+            unit.unbind()
+            slot.released = self._streams.record()
+            slot.users -= 1
+            if forget:
+                slot.group = None
+
+    def _find(self, group: int) -> Slot | None:
+        return self.ring.find(group, self._store.versions[group])
+
+    def _fetch(self, group: int) -> Slot | None:
+        if self._sink is not None:
+            self._sink.wait_updated(group)
+        slot = self.ring.take(group, self._store.versions[group])
+        if slot is None:
+            return None
+        wire = self._store.wire(group)
+        after = [slot.released] if slot.released is not None else []
+        with self._streams.span("fetch", f"fetch {self._units[group].name}", wire.nbytes):
+            slot.filled = self._streams.copy("fetch", slot.buffer[: wire.numel()], wire, after=after)
+        return slot

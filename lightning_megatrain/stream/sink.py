@@ -1,0 +1,37 @@
+"""What the engine asks of whoever uses its gradients."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from lightning_megatrain.stream.streams import Copy
+
+
+class GradientSink(Protocol):
+    """Where gradients go. The engine is given one; it does not know optimizers."""
+
+    def destination(self, group: int, last: bool) -> Tensor:
+        """Flat host memory ``[trainable_numel]`` to push into; may wait for a free slab."""
+
+    def landed(
+        self, group: int, copies: Sequence[Copy], present: Sequence[bool], last: bool, norm: Tensor | None = None
+    ) -> None:
+        """Copies into the last :meth:`destination` of ``group`` are under way. ``last``: none follow in this step.
+
+        ``norm`` is the Euclidean norm of what was pushed, a scalar on the device, if it was asked for.
+        """
+
+    @property
+    def wants_norms(self) -> bool:
+        """Whether to take norms on the device."""
+
+    @property
+    def takes_residents_early(self) -> bool:
+        """Whether a resident group is to be pushed as soon as autograd has made its gradients."""
+
+    def updated(self, group: int) -> bool:
+        """Whether no update of ``group`` is under way; does not wait."""
+
+    def wait_updated(self, group: int) -> None:
+        """Block until no update of ``group`` is under way; raises what the worker raised."""
