@@ -9,11 +9,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_megatrain.fence import who_looks_between_steps
 from lightning_megatrain.hooks import overrides
 from lightning_megatrain.memory.host import format_bytes
 from lightning_megatrain.memory.layout import Group
 from lightning_megatrain.memory.store import StoreFormat
-from lightning_megatrain.update.optimizers import is_per_parameter
+from lightning_megatrain.update.optimizers import is_adam, is_per_parameter
 from lightning_megatrain.update.updater import Schedule
 
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
@@ -176,4 +177,17 @@ def gradients_stay_untouched(trainer: Trainer) -> bool:
         any(overrides(module, h) for h in (*hooks, "configure_gradient_clipping", "backward"))
         or any(overrides(c, h) for c in trainer.callbacks for h in hooks)
         or not module.automatic_optimization
+    )
+
+
+def may_update_on_device(trainer: Trainer, optimizers: Sequence[Optimizer], store_format: StoreFormat) -> bool:
+    """Whether groups may be updated on the device: nobody expects their gradients or optimizer state on the host."""
+    return (
+        store_format is StoreFormat.SPLIT
+        and len(optimizers) == 1
+        and is_adam(optimizers[0])
+        and not accumulates(trainer)
+        and gradients_stay_untouched(trainer)
+        and not overrides(trainer.lightning_module, "optimizer_step")
+        and who_looks_between_steps(trainer) is None
     )

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_megatrain.legality import accumulates, check_optimizers, choose_schedule
+from lightning_megatrain.legality import accumulates, check_optimizers, choose_schedule, may_update_on_device
 from lightning_megatrain.memory.device import DeviceMemory, device_memory
 from lightning_megatrain.memory.host import available_host_bytes, parse_bytes
 from lightning_megatrain.memory.layout import Group
@@ -45,6 +45,7 @@ class Settings:
     update: str
     host_memory: str | int
     device_memory: str | int | float
+    device_update: Literal["auto", "never"]
     threads: int | Literal["auto"]
     moments_dtype: torch.dtype
     accumulate_dtype: Literal["auto", "float32", "bfloat16"]
@@ -106,6 +107,12 @@ class Session:
         self._device_memory = self._limit_device(device)
         if optimizers is not None:
             rank_zero_info(f"megatrain: {self.plan.describe()}")
+        self._shares_update = (
+            optimizers is not None
+            and self._device_memory is not None
+            and settings.device_update == "auto"
+            and may_update_on_device(trainer, optimizers, self._format)
+        )
         self._pin = settings.pin_memory and device.type == "cuda"
         self.store = Store(groups, self._format, pin=self._pin)
         self.updater: Updater | None = None
@@ -198,6 +205,7 @@ class Session:
             compile=self._settings.compile,
             budget=Budget(self._settings.recompute, self._device_memory),
             sink=self.updater,
+            updates=self.updater if self._shares_update else None,
             compute_context=self._precision.unit_context,
         )
 

@@ -67,6 +67,10 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             this process can still get.
         device_memory: the most memory of a GPU to use, what its allocator keeps in reserve included, such as
             ``"24GiB"``, a number of bytes, or a fraction of the device's; ``"auto"`` takes what is free.
+        device_update: with ``"auto"``, as many groups as steps were seen to wait for the host's update of move into
+            spare memory of a GPU, with their moments, and are updated there, with the same bits. Checkpoints bring them
+            home, and so ``save_async`` excludes it. Only AdamW and Adam in ``bf16-mixed``, without accumulation, and
+            where nobody reads gradients or, between steps, weights. ``"never"`` leaves all to the host.
         threads: threads of the host optimizer; ``"auto"`` takes the physical cores but a few for launching GPU work.
         moments_dtype: dtype of Adam's moments in ``bf16-mixed`` and ``bf16-true``: ``"float32"``, or ``"bfloat16"`` to
             save 4 bytes per parameter.
@@ -107,6 +111,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         update: Literal["auto", "in_backward", "next_forward", "blocking"] = "auto",
         host_memory: str | int = "auto",
         device_memory: str | int | float = "auto",
+        device_update: Literal["auto", "never"] = "auto",
         threads: int | Literal["auto"] = "auto",
         moments_dtype: Literal["float32", "bfloat16"] = "float32",
         accumulate_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
@@ -125,6 +130,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         if microbatch is not None and microbatch < 1:
             raise ValueError(f"microbatch={microbatch} is not a batch size; set 1 or more, or None.")
         _require_one_of("recompute", recompute, ("auto", "always", "never"))
+        _require_one_of("device_update", device_update, ("auto", "never"))
         _require_one_of("update", update, ("auto", "in_backward", "next_forward", "blocking"))
         _require_one_of("moments_dtype", moments_dtype, ("float32", "bfloat16"))
         _require_one_of("accumulate_dtype", accumulate_dtype, ("auto", "float32", "bfloat16"))
@@ -145,6 +151,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             update=update,
             host_memory=host_memory,
             device_memory=device_memory,
+            device_update="never" if save_async else device_update,
             threads=threads,
             moments_dtype=torch.bfloat16 if moments_dtype == "bfloat16" else torch.float32,
             accumulate_dtype=accumulate_dtype,
@@ -309,6 +316,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         assert self._session is not None, "the strategy was not set up"
         self._session.follow_unfreezing(self._checkpoints.saver.wait)
         engine = self._running()
+        self._updating().begin_step()
         engine.begin_step()
         output = super().training_step(*args, **kwargs)
         if not self._module().automatic_optimization:
@@ -370,7 +378,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     @contextmanager
     def _evaluation(self) -> Generator[None, None, None]:
         engine = self._running()
-        engine.begin_step(upload=not self._residents_fresh)
+        engine.begin_step(upload=not self._residents_fresh, trains=False)
         self._residents_fresh = True
         try:
             yield

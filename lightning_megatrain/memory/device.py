@@ -29,6 +29,7 @@ class DeviceMemory(ABC):
 
     def close(self) -> None:
         """Take back what was set for this run."""
+        return
 
 
 class CudaMemory(DeviceMemory):

@@ -18,8 +18,9 @@ Code that writes to ``high`` alone (a callback that sets weights) leaves a stale
 a unit in the last place of bf16. Zero is the exception that could turn into a NaN, so a negative remainder under it,
 which no split produces, is read as none.
 
-All tensors here are flat, contiguous and on the CPU. The work is done in chunks, so the temporaries stay near
-``CHUNK`` elements however long the tensors are.
+All tensors here are flat and contiguous. On the CPU the work is done in chunks, so the temporaries stay near ``CHUNK``
+elements however long the tensors are; :func:`join_whole` and :func:`split_whole_` take tensors on any device as they
+are, and never wait for it.
 """
 
 import sys
@@ -99,6 +100,23 @@ def join_master(high: Tensor, low: Tensor, out: Tensor | None = None) -> Tensor:
         halves[:, _LOW].copy_(rest)
         torch.add(high[part].view(torch.int16), rest >> 15, out=halves[:, _HIGH])
     return out
+
+
+def join_whole(high: Tensor, low: Tensor) -> Tensor:
+    """What :func:`join_master` returns, of tensors on any device."""
+    rest = torch.where((high == 0) & (low < 0), 0, low).to(torch.int32)
+    return high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(rest).view(torch.float32)
+
+
+def split_whole_(master: Tensor, high: Tensor, low: Tensor) -> None:
+    """What :func:`split_master_` does, on any device."""
+    bits = master.view(torch.int32)
+    rest = bits.to(torch.int16)  # the lower 16 bits, as a signed number
+    upper = (bits - rest).bitwise_right_shift_(16).to(torch.int16)
+    lost = master.isnan() & ~upper.view(torch.bfloat16).isnan()
+    quiet = (bits >> 16).to(torch.int16) | 0x0040
+    high.view(torch.int16).copy_(torch.where(lost, quiet, upper))
+    low.copy_(torch.where(lost, 0, rest))
 
 
 def _check(master: Tensor, high: Tensor, low: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,22 @@ class StoreFormat(Enum):
         return 2 if self is StoreFormat.BF16 else 4
 
 
+class GroupMemory(NamedTuple):
+    """Flat memory of one group that its update reads and writes, on one device.
+
+    Attributes:
+        wire: ``[numel]`` in the wire dtype.
+        low: ``[numel]`` int16, lower halves of the masters; empty unless the format is split.
+        exp_avg: ``[trainable_numel]``.
+        exp_avg_sq: ``[trainable_numel]``.
+    """
+
+    wire: Tensor
+    low: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
 class _Home:
     """Memory of one group: its wire, and the lower halves if the format is split."""
 
@@ -64,7 +81,8 @@ class Store:
     """Arenas that hold the weights of ``groups``.
 
     Between :meth:`adopt` and :meth:`release` every parameter's ``data`` is, at rest, a view of its wire bytes on the
-    host (:meth:`host_views`). Groups are adopted and released one by one, so neither needs a second copy of the model.
+    host (:meth:`host_views`), or, while the group is lent, of those on the device. Groups are adopted and released one
+    by one, so neither needs a second copy of the model.
 
     Args:
         groups: units and resident groups; each parameter in exactly one of them.
@@ -80,6 +98,10 @@ class Store:
         self._homes: list[_Home] = []
         self.before_write: Callable[[], None] = lambda: None
         """Called before values that were assigned to parameters are taken over; may wait."""
+        self.lent: dict[int, list[Tensor]] = {}
+        """Groups whose host bytes are stale, because the true ones are on the device: their parameters' data there."""
+        self.recall: Callable[[], None] = lambda: None
+        """Brings lent groups home."""
 
     @property
     def nbytes(self) -> int:
@@ -118,9 +140,13 @@ class Store:
         self.show(group)
 
     def show(self, group: Group) -> None:
-        """Make the parameters' data the host's wire."""
-        for parameter, view in zip(group.parameters, self.host_views(group.index), strict=True):
+        """Make the parameters' data what they are at rest."""
+        for parameter, view in zip(group.parameters, self.at_rest(group.index), strict=True):
             parameter.data = view
+
+    def at_rest(self, group: int) -> list[Tensor]:
+        """What ``parameter.data`` is between steps, in layout order: the host's wire unless the group is lent."""
+        return self.lent[group] if group in self.lent else self.host_views(group)
 
     def relay(self, group: Group) -> None:
         """Keep a group in other memory, bit for bit; :meth:`show` its parameters' data afterwards.
@@ -149,7 +175,7 @@ class Store:
         """
         assigned: list[tuple[Group, int, Tensor]] = []
         for group in self.groups:
-            for index, (parameter, view) in enumerate(zip(group.parameters, self.host_views(group.index), strict=True)):
+            for index, (parameter, view) in enumerate(zip(group.parameters, self.at_rest(group.index), strict=True)):
                 if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
                     if parameter.shape != view.shape:
                         raise ValueError(
@@ -160,6 +186,7 @@ class Store:
                     assigned.append((group, index, parameter.data))
         if not assigned:
             return
+        self.recall()
         self.before_write()
         # Some may be other parameters' memory, which is about to be written (a swap).
         ours = {view.data_ptr() for home in self._homes for view in home.views}
@@ -184,7 +211,7 @@ class Store:
         return self._homes[group].low
 
     def host_views(self, group: int) -> list[Tensor]:
-        """Wire views in parameter shape, in layout order: what ``parameter.data`` is at rest."""
+        """Wire views on the host in parameter shape, in layout order."""
         return self._homes[group].views
 
     def halves(self, group: int, index: int) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ class Budget:
 
     def __init__(self, recompute: Recompute = "always", memory: DeviceMemory | None = None) -> None:
         self._recompute = recompute
-        self._memory = memory if recompute == "auto" else None
+        self._memory = memory
         self._live: weakref.WeakSet[KeptGraph] = weakref.WeakSet()
         self._target = 0
         self._most: int | None = None  # after memory ran out
@@ -59,17 +59,32 @@ class Budget:
         if self._memory is not None and self._largest is None:
             self._static = self._memory.allocated()
 
+    @property
+    def spare(self) -> int:
+        """Bytes that a step leaves, those of graphs that are kept because there is room included; 0 if not known."""
+        if self._memory is None or self._largest is None:
+            return 0
+        _, base, graph = self._largest
+        kept = self._uses_before * graph if self._recompute == "never" else 0
+        return max(0, int(self._memory.limit * SPENDABLE - base - kept))
+
+    def reserve(self, nbytes: int) -> None:
+        """From now on ``nbytes`` more are taken all the time, by somebody else."""
+        self._static += nbytes
+        if self._largest is not None:
+            elements, base, graph = self._largest
+            self._largest = (elements, base + nbytes, graph)
+
     def keeps(self, tensors: Sequence[Tensor]) -> bool:
         """Whether to keep the graph of the use that begins with these tensors."""
         index, self._uses = self._uses, self._uses + 1
         self._graph_of_use = 0
-        if self._memory is None:
-            keeps = self._recompute == "never"
-        else:
-            if index == 0:
-                self._elements = next((t.numel() for t in tensors if t.is_floating_point()), 0)
-                self._target = self._affordable()
-            keeps = self._target > self._kept and index >= self._uses_before - self._target
+        if index == 0:
+            self._elements = next((t.numel() for t in tensors if t.is_floating_point()), 0)
+            self._target = self._affordable()
+        keeps = self._recompute == "never" or (
+            self._recompute == "auto" and self._target > self._kept and index >= self._uses_before - self._target
+        )
         self._kept += keeps
         return keeps
 
@@ -106,8 +121,7 @@ class Budget:
         return self._batches < _MEASURED or self._largest is None or self._elements > self._largest[0]
 
     def _affordable(self) -> int:
-        assert self._memory is not None
-        if self._largest is None or not self._elements:
+        if self._memory is None or self._largest is None or not self._elements:
             return 0
         elements, base, graph = self._largest
         ratio = self._elements / elements
@@ -117,9 +131,12 @@ class Budget:
 
     def _finish(self) -> None:
         """Learn from the batch that ended."""
-        if self._memory is None or not self._uses or not self._graph or not self._looks:
+        if self._memory is None or not self._uses or not self._looks:
             return
         self._batches += 1
         base = self._memory.peak() - self._kept * self._graph
-        if self._largest is None or self._elements >= self._largest[0]:
+        if self._largest is None or self._elements > self._largest[0]:
             self._largest = (self._elements, base, self._graph)
+        elif self._elements == self._largest[0]:
+            # Each is a bound: a peak may be an earlier batch's, or one in which a graph of the block itself had part.
+            self._largest = (self._elements, min(base, self._largest[1]), self._graph)

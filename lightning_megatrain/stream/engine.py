@@ -23,10 +23,10 @@ from lightning_megatrain.stream.microbatch import Slices
 from lightning_megatrain.stream.order import UseOrder
 from lightning_megatrain.stream.patch import drop_caches, install, uninstall
 from lightning_megatrain.stream.residents import Residents
-from lightning_megatrain.stream.sink import GradientSink
+from lightning_megatrain.stream.share import DeviceShare
+from lightning_megatrain.stream.sink import DeviceUpdates, GradientSink
 from lightning_megatrain.stream.streams import Streams
 from lightning_megatrain.stream.unit import Conditions, Unit, check_trainable, no_autocast_cache
-
 
 _T = TypeVar("_T")
 
@@ -45,6 +45,7 @@ class Engine:
         budget: decides which graphs are kept from the forward, so that their backward computes nothing again.
         compile: run blocks through ``torch.compile``.
         sink: where gradients go; None for a run without training.
+        updates: updates groups that the device holds; None where all updates are the host's.
         compute_context: entered around every block's forward, in forward and recompute alike.
     """
 
@@ -61,13 +62,14 @@ class Engine:
         budget: Budget | None = None,
         compile: bool = False,
         sink: GradientSink | None = None,
+        updates: DeviceUpdates | None = None,
         compute_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self.store = store
         self.streams = streams
         self.sink = sink
         self.units = [
-            Unit(group, module, partial(store.host_views, group.index))
+            Unit(group, module, partial(store.at_rest, group.index))
             for group, module in zip(groups, modules, strict=False)
         ]
         for unit in self.units if compile else ():
@@ -77,7 +79,14 @@ class Engine:
         self.budget = budget or Budget()
         self._compute_context = compute_context
         dtype = store.format.wire_dtype
-        self._fetcher = Fetcher(self.units, store, streams, sink, prefetch=prefetch)
+        self.updates = updates
+        self.share = None
+        if sink is not None and updates is not None:
+            at_once = sink.takes_residents_early
+            self.share = DeviceShare(store, streams, self.residents, updates, at_once=at_once)
+        store.recall = self.recall
+        held = self.share.slots if self.share is not None else {}
+        self._fetcher = Fetcher(self.units, store, streams, sink, prefetch=prefetch, held=held)
         self._gradients = GradientBuffers(groups, dtype, streams) if sink is not None else None
         with torch.inference_mode(False):
             self._anchor = torch.empty(0, requires_grad=True)
@@ -131,11 +140,17 @@ class Engine:
         """Take everything off the model; its parameters' data are host views afterwards."""
         self._take_assigned()
         self.reset()
+        self.recall()
         for unit in self.units:
             uninstall(unit)
         for handle in self._hooks:
             handle.remove()
         self._hooks = []
+
+    def recall(self) -> None:
+        """Between steps: bring what the device holds home, so that the host's bytes are the true ones."""
+        if self.share is not None:
+            self.share.recall()
 
     def reset(self) -> None:
         """Forget all work under way, after an error or at the end: nothing stays bound, nothing stays in a slot."""
@@ -151,20 +166,27 @@ class Engine:
 
     # Phases of a step
 
-    def begin_step(self, *, upload: bool = True) -> None:
-        """A training, validation, test or prediction step starts: residents go to the device, slots are stale.
+    def begin_step(self, *, upload: bool = True, trains: bool = True) -> None:
+        """A step starts: residents go to the device, slots are stale.
 
         Whatever touched the host's weights since the last step is seen by this one, for residents unless ``upload``
         is False.
+
+        Args:
+            upload: refresh the device's copies of residents.
+            trains: this is a training step, and not one of validation, test or prediction.
         """
         self.end_step()
         self._take_assigned()
+        if trains:
+            self.budget.begin()
+            if self.share is not None:
+                self.budget.reserve(self.share.begin(self.budget.spare))
         self._in_step = True
         for unit in self.units:
             unit.pending = 0
         for order in self._orders.values():
             order.begin()
-        self.budget.begin()
         self._bring_residents(upload=upload)
 
     def _take_assigned(self) -> None:
@@ -222,6 +244,8 @@ class Engine:
             self._need_residents()
         for group in self.residents.groups:
             check_trainable(group)
+        if self.share is not None:
+            self.share.begin_backward()
         self._collecting = True
 
     def end_backward(self) -> None:
@@ -242,6 +266,9 @@ class Engine:
         norm = None
         if self.sink.wants_norms:
             norm = torch.linalg.vector_norm(torch.stack([flat_norm(g) for g in gradients if g is not None]))
+        if self.share is not None and group.index in self.share.held:
+            self._made(group, self.share.pack(group, gradients), present, True, norm)
+            return
         target = self.sink.destination(group.index, last=True)
         copies = self.residents.push(group, gradients, target)
         self.sink.landed(group.index, copies, present, True, norm)
@@ -471,11 +498,21 @@ class Engine:
             return
         with self.streams.span("push", f"push {unit.name}"):
             packed = self._gradients.pack(unit.group, gradients)
+            if self.share is not None and unit.group.index in self.share.held:
+                flat = self.share.collect(unit.group, packed, last)
+                norm = flat_norm(flat) if self.sink.wants_norms else None
+                self._made(unit.group, flat, present, last, norm)
+                return
             norm = flat_norm(packed) if self.sink.wants_norms else None
             target = self.sink.destination(unit.group.index, last)
             copy = self.streams.copy("push", target, packed, after=[self.streams.record()])
             self._gradients.pushed(copy.done)
         self.sink.landed(unit.group.index, [copy], present, last, norm)
+
+    def _made(self, group: Group, flat: Tensor, present: Sequence[bool], last: bool, norm: Tensor | None) -> None:
+        assert self.share is not None
+        assert self.updates is not None
+        self.updates.made(group.index, flat, self.share.held[group.index].memory, present, last, norm)
 
 
 def _own(tensor: Tensor, slot: Slot) -> Tensor:

@@ -1,7 +1,7 @@
 """Weights of units in device slots: fetched ahead, bound while they are used, and released."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_megatrain.memory.slots import Slot, SlotRing
 from lightning_megatrain.memory.store import Store
@@ -19,10 +19,18 @@ class Fetcher:
         streams: the lanes of the device.
         sink: knows which groups are being updated; None for a run without training.
         prefetch: units fetched ahead of the one being used; the ring has one slot more.
+        held: slots of groups that are on the device to stay.
     """
 
     def __init__(
-        self, units: Sequence[Unit], store: Store, streams: Streams, sink: GradientSink | None, *, prefetch: int
+        self,
+        units: Sequence[Unit],
+        store: Store,
+        streams: Streams,
+        sink: GradientSink | None,
+        *,
+        prefetch: int,
+        held: Mapping[int, Slot],
     ) -> None:
         self.prefetch = prefetch
         self.bound_count = 0
@@ -30,6 +38,7 @@ class Fetcher:
         self._store = store
         self._streams = streams
         self._sink = sink
+        self._held = held
         largest = max(u.group.layout.numel for u in units)
         self.ring = SlotRing(min(prefetch + 1, len(units)), largest, store.format.wire_dtype, streams.device)
 
@@ -63,11 +72,11 @@ class Fetcher:
             unit.unbind()
             slot.released = self._streams.record()
             slot.users -= 1
-            if forget:
+            if forget and group not in self._held:
                 slot.group = None
 
     def _find(self, group: int) -> Slot | None:
-        return self.ring.find(group, self._store.versions[group])
+        return self._held.get(group) or self.ring.find(group, self._store.versions[group])
 
     def _fetch(self, group: int) -> Slot | None:
         if self._sink is not None:

@@ -13,6 +13,15 @@ GRADIENT_BUFFERS = 2
 """Device gradient buffers: one is filled while the other is pushed."""
 
 
+def fill(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Copy gradients into the views of their places, zeros where there is none."""
+    present = [(v, g) for v, g in zip(views, gradients, strict=True) if g is not None]
+    torch._foreach_copy_([v for v, _ in present], [g for _, g in present])
+    for view, gradient in zip(views, gradients, strict=True):
+        if gradient is None:
+            view.zero_()
+
+
 class GradientBuffers:
     """Two device buffers in which a unit's gradients are packed for one push.
 
@@ -48,12 +57,7 @@ class GradientBuffers:
         if self._filled_for[self._turn] != group.index:
             flat.zero_()  # another unit's gradients may lie where this one has padding
             self._filled_for[self._turn] = group.index
-        views = group.layout.views(flat)
-        present = [(v, g) for v, g in zip(views, gradients, strict=True) if g is not None]
-        torch._foreach_copy_([v for v, _ in present], [g for _, g in present])
-        for view, gradient in zip(views, gradients, strict=True):
-            if gradient is None:
-                view.zero_()
+        fill(group.layout.views(flat), gradients)
         return flat
 
     def pushed(self, done: Event) -> None:

@@ -24,8 +24,8 @@ class Residents:
         self._streams = streams
         dtype = store.format.wire_dtype
         with torch.inference_mode(False):
-            self._flat = [torch.empty(g.layout.numel, dtype=dtype, device=streams.device) for g in self.groups]
-        self._views = {g.index: g.layout.views(flat) for g, flat in zip(self.groups, self._flat, strict=True)}
+            self._flat = {g.index: torch.empty(g.layout.numel, dtype=dtype, device=streams.device) for g in self.groups}
+        self._views = {g.index: g.layout.views(self._flat[g.index]) for g in self.groups}
         self.on_device = False
         self.lent = 0  # modules that have device copies outside a step
         self._versions: dict[int, int] = {}  # of the parameters, when their data became the device's
@@ -35,7 +35,15 @@ class Residents:
     @property
     def nbytes(self) -> int:
         """Device bytes held."""
-        return sum(flat.nbytes for flat in self._flat)
+        return sum(flat.nbytes for flat in self._flat.values())
+
+    def flat(self, group: Group) -> Tensor:
+        """The device copy of a group's wire, ``[numel]``."""
+        return self._flat[group.index]
+
+    def views(self, group: Group) -> list[Tensor]:
+        """The same, in parameter shape."""
+        return self._views[group.index]
 
     def to_device(self, *, upload: bool = True) -> None:
         """Make the parameters' data the device copies, refreshed from the host unless ``upload`` is False."""
@@ -43,8 +51,9 @@ class Residents:
             return
         if upload:
             copies = [
-                self._streams.copy("fetch", flat, self._store.wire(group.index), after=[self._released])
-                for group, flat in zip(self.groups, self._flat, strict=True)
+                self._streams.copy("fetch", self.flat(group), self._store.wire(group.index), after=[self._released])
+                for group in self.groups
+                if group.index not in self._store.lent
             ]
             for copy in copies:
                 self._streams.compute_after(copy.done)
@@ -93,17 +102,20 @@ class Residents:
     def _write(self, group: Group, written: Sequence[int]) -> None:
         for index in written:
             parameter = group.parameters[index]
-            self._store.write_wire(group.index, index, parameter.data)
+            if group.index in self._store.lent:
+                self._views[group.index][index].copy_(parameter.data)
+            else:
+                self._store.write_wire(group.index, index, parameter.data)
             self._versions[id(parameter)] = parameter._version
 
     def lend(self, module: nn.Module) -> None:
         """Outside a step: device copies for the parameters that ``module`` itself holds, until :meth:`take_back`."""
         self.lent += 1
         own = {id(p) for p in module.parameters(recurse=False)}
-        for group, flat in zip(self.groups, self._flat, strict=True):
-            if not any(id(p) in own for p in group.parameters):
+        for group in self.groups:
+            if group.index in self._store.lent or not any(id(p) in own for p in group.parameters):
                 continue
-            copy = self._streams.copy("fetch", flat, self._store.wire(group.index), after=[self._released])
+            copy = self._streams.copy("fetch", self.flat(group), self._store.wire(group.index), after=[self._released])
             self._streams.compute_after(copy.done)
             for parameter, view in zip(group.parameters, self._views[group.index], strict=True):
                 if id(parameter) in own:
@@ -117,7 +129,7 @@ class Residents:
         self._released = self._streams.record()
         own = {id(p) for p in module.parameters(recurse=False)}
         for group in self.groups:
-            for parameter, view in zip(group.parameters, self._store.host_views(group.index), strict=True):
+            for parameter, view in zip(group.parameters, self._store.at_rest(group.index), strict=True):
                 if id(parameter) in own:
                     parameter.data = view
 

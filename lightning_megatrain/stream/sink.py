@@ -1,10 +1,12 @@
 """What the engine asks of whoever uses its gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from lightning_megatrain.memory.layout import Group
+from lightning_megatrain.memory.store import GroupMemory, Moments
 from lightning_megatrain.stream.streams import Copy
 
 
@@ -35,3 +37,37 @@ class GradientSink(Protocol):
 
     def wait_updated(self, group: int) -> None:
         """Block until no update of ``group`` is under way; raises what the worker raised."""
+
+
+class DeviceUpdates(Protocol):
+    """Who updates groups that the device holds, and knows what the host's updates cost. The engine's sink, as well."""
+
+    def made(
+        self,
+        group: int,
+        gradients: Tensor,
+        memory: GroupMemory,
+        present: Sequence[bool],
+        last: bool,
+        norm: Tensor | None = None,
+    ) -> None:
+        """Flat gradients of a group that the device holds are there: all that this backward has made so far."""
+
+    def wait_updated(self, group: int) -> None:
+        """As :meth:`GradientSink.wait_updated`."""
+
+    def may_hold(self, group: Group) -> bool:
+        """Whether the group can be updated on the device."""
+
+    before_update: Callable[[int], None]
+    """To be called with a group before its host bytes are written; may wait."""
+
+    @property
+    def moments(self) -> Moments:
+        """Host memory of the moments."""
+
+    waited: float
+    """Seconds that steps have waited for updates."""
+
+    busy: float
+    """Seconds that updates have taken."""

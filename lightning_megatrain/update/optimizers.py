@@ -29,8 +29,9 @@ from torch.optim import (
 )
 
 from lightning_megatrain.memory.layout import Group
-from lightning_megatrain.memory.store import Moments, Store, StoreFormat
+from lightning_megatrain.memory.store import GroupMemory, Moments, Store, StoreFormat
 from lightning_megatrain.update.adam import AdamScalars, adam_bf16_, adam_split_
+from lightning_megatrain.update.reference import adam_on_device
 from lightning_megatrain.update.threads import ThreadPlan
 
 PER_PARAMETER = (Adam, AdamW, SGD, Adafactor, RAdam, NAdam, RMSprop, Adagrad, Adadelta, Adamax, Rprop, ASGD)
@@ -81,17 +82,25 @@ class GroupUpdate(ABC):
 
     @abstractmethod
     def update(
-        self, group: Group, settings: Settings, gradients: Tensor, present: Sequence[bool], scale: float = 1.0
+        self,
+        group: Group,
+        settings: Settings,
+        gradients: Tensor,
+        present: Sequence[bool],
+        scale: float = 1.0,
+        memory: GroupMemory | None = None,
     ) -> None:
         """Step every parameter of the group that has settings and a gradient.
 
         Args:
             group: the group.
             settings: what :meth:`snapshot` took at the step's beginning.
-            gradients: flat host gradients, ``[trainable_numel]``, padding zero.
+            gradients: flat gradients, ``[trainable_numel]``, padding zero, on the device of the group's memory.
             present: per trainable parameter, whether a gradient arrived. Like plain training, one without is left
                 alone: no decay, no step count.
             scale: factor on every gradient.
+            memory: where the group's weights and moments are; None for the host. Only Adam on the split store takes
+                another place.
         """
 
 
@@ -119,7 +128,13 @@ class AdamUpdate(GroupUpdate):
         self._first_element = [sum(sizes[:i]) for i in range(len(sizes))]
 
     def update(  # noqa: D102
-        self, group: Group, settings: Settings, gradients: Tensor, present: Sequence[bool], scale: float = 1.0
+        self,
+        group: Group,
+        settings: Settings,
+        gradients: Tensor,
+        present: Sequence[bool],
+        scale: float = 1.0,
+        memory: GroupMemory | None = None,
     ) -> None:
         start: int | None = None
         rule: tuple[AdamScalars, int] | None = None
@@ -132,11 +147,11 @@ class AdamUpdate(GroupUpdate):
             new_rule = self._advance(group, index, settings[parameter]) if owned else None
             if new_rule != rule or start is None:
                 if rule is not None and start is not None:
-                    self._run(group, slice(start, end), gradients, *rule, scale)
+                    self._run(group, slice(start, end), gradients, *rule, scale, memory)
                 start, rule = span.start, new_rule
             end = span.stop
         if rule is not None and start is not None:
-            self._run(group, slice(start, end), gradients, *rule, scale)
+            self._run(group, slice(start, end), gradients, *rule, scale, memory)
 
     def _advance(self, group: Group, index: int, settings: dict[str, Any]) -> tuple[AdamScalars, int]:
         """Count the step of one parameter, creating its state on the first; returns its rule."""
@@ -155,7 +170,20 @@ class AdamUpdate(GroupUpdate):
         )
         return scalars, int(state["step"])
 
-    def _run(self, group: Group, run: slice, gradients: Tensor, scalars: AdamScalars, step: int, scale: float) -> None:
+    def _run(
+        self,
+        group: Group,
+        run: slice,
+        gradients: Tensor,
+        scalars: AdamScalars,
+        step: int,
+        scale: float,
+        memory: GroupMemory | None,
+    ) -> None:
+        if memory is not None:
+            high, low, first, second = (tensor[run] for tensor in memory)
+            adam_on_device(high, low, first, second, gradients[run], scalars.at(step, scale))
+            return
         first, second = (flat[run] for flat in self._moments.flat(group.index))
         wire = self._store.wire(group.index)[run]
         if self._store.format is StoreFormat.SPLIT:
@@ -190,8 +218,15 @@ class TorchUpdate(GroupUpdate):
         self._moments = moments
 
     def update(  # noqa: D102
-        self, group: Group, settings: Settings, gradients: Tensor, present: Sequence[bool], scale: float = 1.0
+        self,
+        group: Group,
+        settings: Settings,
+        gradients: Tensor,
+        present: Sequence[bool],
+        scale: float = 1.0,
+        memory: GroupMemory | None = None,
     ) -> None:
+        assert memory is None
         views = group.layout.views(gradients)
         for index, here in enumerate(present):
             parameter = group.parameters[index]

@@ -21,7 +21,9 @@ Moments kept in bf16 are widened to fp32, used, and rounded to nearest even. So 
 rounded stochastically: see :func:`random16`. NaNs stay NaNs everywhere; their payloads are not part of the
 contract.
 
-Tensors are flat, contiguous and on the CPU; ``adam.py`` checks that. Temporaries stay near ``CHUNK`` elements.
+Tensors are flat and contiguous; ``adam.py`` checks that. They are on the CPU, but for :func:`adam_on_device`, which
+runs the same operations where the tensors are: each is rounded as IEEE 754 says there too, so the bits are the same.
+Temporaries stay near ``CHUNK`` or ``DEVICE_CHUNK`` elements.
 """
 
 import ctypes
@@ -31,9 +33,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_megatrain.memory.split import join_master, split_master_
+from lightning_megatrain.memory.split import join_master, join_whole, split_master_, split_whole_
 
 CHUNK = 1 << 20  # elements
+DEVICE_CHUNK = 1 << 23  # elements: a launch must be worth its microseconds
 SUM_LANES, SUM_CHUNK = 16, 1 << 14  # the kernel's order of additions
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -114,6 +117,21 @@ def adam_split_reference(
         split_master_(master, high[part], low[part])
 
 
+def adam_on_device(
+    high: Tensor,
+    low: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    coefficients: AdamCoefficients,
+) -> None:
+    """:func:`adam_split_reference` on tensors of any device, which it never waits for."""
+    for part in _chunks(grad.numel(), DEVICE_CHUNK):
+        master = join_whole(high[part], low[part])
+        _adam(master, exp_avg[part], exp_avg_sq[part], grad[part], coefficients)
+        split_whole_(master, high[part], low[part])
+
+
 def adam_bf16_reference(
     param: Tensor,
     exp_avg: Tensor,
@@ -155,7 +173,8 @@ def _adam(p: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, c: AdamC
     # torch's fp32 sqrt may be MKL's, which is not correctly rounded. In double an error of one unit cannot reach the
     # fp32 result: the root of a 24-bit number is never within 2**-51 (relative) of a point halfway between two others.
     root = v.double().sqrt_().float()
-    denom = root.div_(c.bias2_sqrt).add_(c.eps)
+    # By a tensor: CUDA would divide by a Python number through its reciprocal, which is rounded once more.
+    denom = root.div_(root.new_full((), c.bias2_sqrt)).add_(c.eps)
     p += (m * c.step_size).div_(denom)
     if m is not exp_avg:
         exp_avg.copy_(m)
@@ -214,9 +233,9 @@ def accumulate_reference(dst: Tensor, src: Tensor) -> None:
         dst[part].copy_(dst[part].float() + src[part].float())
 
 
-def _chunks(numel: int) -> Iterator[slice]:
-    for start in range(0, numel, CHUNK):
-        yield slice(start, min(start + CHUNK, numel))
+def _chunks(numel: int, size: int = CHUNK) -> Iterator[slice]:
+    for start in range(0, numel, size):
+        yield slice(start, min(start + size, numel))
 
 
 def _fp32(x: float) -> float:

@@ -1,9 +1,11 @@
 """Gradients in, updated weights out: the schedule of one step's host work."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from lightning_megatrain.memory.layout import Group
-from lightning_megatrain.memory.store import Moments, Store, StoreFormat
+from lightning_megatrain.memory.store import GroupMemory, Moments, Store, StoreFormat
 from lightning_megatrain.update.gradients import HostGradients, Landing, Use
 from lightning_megatrain.update.optimizers import (
     AdamUpdate,
@@ -32,6 +34,16 @@ Schedule = Literal["blocking", "next_forward", "in_backward"]
 
 class NonFiniteGradientError(RuntimeError):
     """The norm of the gradients is infinite or not a number."""
+
+
+class _OnDevice(NamedTuple):
+    """Gradients that are on the device, and what they will update there."""
+
+    gradients: Tensor
+    memory: GroupMemory
+    present: list[bool]
+    last: bool
+    norm: Tensor | None
 
 
 class Updater:
@@ -79,11 +91,19 @@ class Updater:
         self._optimizers = list(optimizers)
         self._nonfinite = nonfinite
         adam = any(is_adam(o) for o in optimizers)
-        self.moments = Moments(store.groups, moments_dtype) if adam else None
+        self._moments = Moments(store.groups, moments_dtype) if adam else None
         self._updates = [self._update_for(o, threads, stochastic_seed) for o in optimizers]
         self._lay()
         self.before_update: Callable[[int], None] = lambda group: None
         """Called on the worker, or before a blocking step, before a group's weights and state change; may wait."""
+        self.waited = 0.0
+        """Seconds that steps have waited for the host's updates and for nothing else."""
+        self.busy = 0.0
+        """Seconds that the host's updates have taken."""
+        self._landing: Sequence[Landing] = ()  # the copies that were started last
+        self._on_device: dict[int, _OnDevice] = {}  # gradients of this backward that wait there
+        self._used_outside: set[int] = set()  # groups with parameters that were
+        self._overlaps = False  # updates were under way when this step began
         self._settings: Settings = {}
         self._updated: set[int] = set()
         self._handed_over: set[int] = set()
@@ -104,8 +124,8 @@ class Updater:
         Gradients that parameters have already move to their new places when they are used next.
         """
         for group in groups:
-            if self.moments is not None:
-                self.moments.relay(group)
+            if self._moments is not None:
+                self._moments.relay(group)
                 for optimizer in filter(is_adam, self._optimizers):
                     self._move_moments(optimizer, group)
         self.gradients.give_back()
@@ -114,22 +134,38 @@ class Updater:
 
     def _move_moments(self, optimizer: Optimizer, group: Group) -> None:
         """At once and not when they are used: until then the old memory would stay beside the new."""
-        assert self.moments is not None
+        assert self._moments is not None
         owned = {id(p) for g in optimizer.param_groups for p in g["params"]}
         for index, parameter in enumerate(group.parameters[: group.layout.trainable_count]):
             if id(parameter) in owned and optimizer.state.get(parameter):
-                ensure_moments(optimizer, parameter, self.moments.views(group.index, index))
+                ensure_moments(optimizer, parameter, self._moments.views(group.index, index))
 
     def _update_for(self, optimizer: Optimizer, threads: ThreadPlan | None, seed: int | None) -> GroupUpdate:
         if is_adam(optimizer) and self._store.format is not StoreFormat.FP32:
-            assert self.moments is not None
-            return AdamUpdate(self._store, optimizer, self.moments, threads, seed)
-        return TorchUpdate(self._store, optimizer, self.moments if is_adam(optimizer) else None)
+            assert self._moments is not None
+            return AdamUpdate(self._store, optimizer, self._moments, threads, seed)
+        return TorchUpdate(self._store, optimizer, self._moments if is_adam(optimizer) else None)
+
+    @property
+    def moments(self) -> Moments:
+        """Memory of Adam's moments."""
+        assert self._moments is not None
+        return self._moments
 
     @property
     def nbytes(self) -> int:
         """Persistent host bytes: moments and gradients, slabs not counted."""
-        return (self.moments.nbytes if self.moments else 0) + self.gradients.nbytes
+        return (self._moments.nbytes if self._moments else 0) + self.gradients.nbytes
+
+    def begin_step(self) -> None:
+        """A training step begins, and may read weights outside their units if one did before.
+
+        Raises:
+            BaseException: what the worker raised, once.
+        """
+        if self._used_outside:
+            self.drain()
+        self._overlaps = not self.worker.idle()
 
     # Backward
 
@@ -137,6 +173,7 @@ class Updater:
         """A backward is about to run."""
         self.worker.require()
         self._updated.clear()
+        self._on_device.clear()
         if self.schedule == "in_backward":
             self._settings = self._updates[0].snapshot()
         for group in self._store.groups:
@@ -185,17 +222,64 @@ class Updater:
             )
         update = self.schedule == "in_backward" and last
         self.gradients.landed(group, copies, present, last, norm, self._use(group) if update else None)
+        self._landing = copies or self._landing
         if update:
             self._midway = True
             self._updated.add(group)
             self._store.versions[group] += 1
 
+    def made(
+        self,
+        group: int,
+        gradients: Tensor,
+        memory: GroupMemory,
+        present: Sequence[bool],
+        last: bool,
+        norm: Tensor | None = None,
+    ) -> None:
+        """Gradients of a group that is on the device are there, all that this backward has made so far.
+
+        Args:
+            group: index of the group.
+            gradients: flat, ``[trainable_numel]``, on the device.
+            memory: the group's weights and moments there.
+            present: per trainable parameter, whether it got one just now.
+            last: no more gradients of this group follow in this backward.
+            norm: Euclidean norm of ``gradients``, a scalar on the device, if norms are wanted.
+        """
+        before = self._on_device[group].present if group in self._on_device else [False] * len(present)
+        together = [a or b for a, b in zip(before, present, strict=True)]
+        self._on_device[group] = _OnDevice(gradients, memory, together, last, norm)
+        if last and self.schedule == "in_backward":
+            self._use_on_device(group)
+
+    def _use_on_device(self, group: int) -> None:
+        found = self._on_device.pop(group)
+        self._midway = True
+        self._updated.add(group)
+        self._store.versions[group] += 1
+        self._updates[0].update(
+            self._store.groups[group], self._settings, found.gradients, found.present, memory=found.memory
+        )
+
+    def may_hold(self, group: Group) -> bool:
+        """Whether a group can be updated on the device.
+
+        Every trainable parameter is Adam's, was stepped before, and has been used inside its unit only.
+        """
+        if group.index in self._used_outside:
+            return False
+        optimizer = self._optimizers[0]
+        owned = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        return group.layout.trainable_count > 0 and all(
+            id(p) in owned and optimizer.state.get(p) for p in group.parameters[: group.layout.trainable_count]
+        )
+
     def _use(self, group: int) -> Use:
         settings, update = self._settings, self._updates[0]
 
         def use(flat: Tensor, present: list[bool]) -> None:
-            self.before_update(group)
-            update.update(self._store.groups[group], settings, flat, present)
+            self._update_now(update, self._store.groups[group], settings, flat, present)
 
         return use
 
@@ -208,16 +292,40 @@ class Updater:
         """
         for group in self.gradients.unfinished():  # uses whose backward never came
             self.landed(group, [], self.gradients.missing(group), last=True)
-        self.worker.wait()
+        for group in [g for g, found in self._on_device.items() if not found.last]:
+            found = self._on_device[group]
+            self.made(group, found.gradients, found.memory, [False] * len(found.present), True, found.norm)
+        for copy in self._landing:  # what follows is waiting for the host's update alone
+            copy.done.wait()
+        self._landing = ()
+        with self._waiting():
+            self.worker.wait()
+        used_outside = [
+            (group_, group_.layout.entries[index].name)
+            for group_, index, parameter in self.gradients.trainable()
+            if parameter.grad is not None
+        ]
+        new = [(group_, name) for group_, name in used_outside if group_.index not in self._used_outside]
+        self._used_outside.update(group_.index for group_, _ in new)
+        for group_, name in new:
+            if group_.index in self._store.lent:
+                raise RuntimeError(
+                    f"Parameter {name!r} was used outside its unit for the first time since the unit is updated on the "
+                    "device; set MegaTrainStrategy(device_update='never')."
+                )
+            if self._overlaps:
+                raise RuntimeError(
+                    f"Parameter {name!r} was used outside its unit for the first time, perhaps while it was being "
+                    "updated behind the forward; set MegaTrainStrategy(update='blocking')."
+                )
         if self.schedule != "in_backward":
             self.gradients.settle()
             return
-        for group_, index, parameter in self.gradients.trainable():
-            if parameter.grad is not None:
-                raise RuntimeError(
-                    f"Parameter {group_.layout.entries[index].name!r} was used outside its unit, so its gradient is "
-                    "complete only when backward ends; set MegaTrainStrategy(update='blocking')."
-                )
+        for _, name in used_outside:
+            raise RuntimeError(
+                f"Parameter {name!r} was used outside its unit, so its gradient is complete only when backward ends; "
+                "set MegaTrainStrategy(update='blocking')."
+            )
 
     # Step
 
@@ -242,9 +350,16 @@ class Updater:
                 clip_grads_with_norm_(parameters, limit, total)
             return
         norms = self.gradients.norms(set(self._parameters_of(optimizer)), untouched=untouched)
+        norms.update(self._norms_on_device())
+        norms = {g.name: norms[g.name] for g in self._store.groups if g.name in norms}  # sums do not depend on places
         norm = math.sqrt(sum(n * n for n in norms.values()))
         if self._is_finite(norm, optimizer, norms):
             self._scales[optimizer] = min(1.0, limit / (norm + 1e-6))
+
+    def _norms_on_device(self) -> dict[str, float]:
+        found = {self._store.groups[g].name: held.norm for g, held in self._on_device.items() if held.norm is not None}
+        values = torch.stack(list(found.values())).tolist() if found else []
+        return dict(zip(found, values, strict=True))
 
     def _is_finite(self, total: float, optimizer: Optimizer, norms: dict[str, float] | None = None) -> bool:
         if math.isfinite(total):
@@ -282,22 +397,29 @@ class Updater:
         Optimizer.profile_hook_step(self._finish if self.schedule == "in_backward" else self._hand_over)(optimizer)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
         if self.schedule == "blocking":
-            self.worker.wait()
+            with self._waiting():
+                self.worker.wait()
 
     def _seed_moments(self, optimizer: Optimizer) -> None:
         """Give parameters that Adam steps for the first time moments that are touched already."""
-        if self.moments is None or not is_adam(optimizer):
+        if self._moments is None or not is_adam(optimizer):
             return
         for parameter in self._parameters_of(optimizer):
             group, index = self._home[parameter]
             if parameter.grad is not None and index < group.layout.trainable_count:
-                ensure_moments(optimizer, parameter, self.moments.views(group.index, index))
+                ensure_moments(optimizer, parameter, self._moments.views(group.index, index))
 
     def _hand_over(self, optimizer: Optimizer) -> None:
         """Give the worker one update per group, residents first: the next forward needs them before anything else."""
         update = self._updates[self._optimizers.index(optimizer)]
         settings = update.snapshot()
         scale = self._scales.pop(optimizer, 1.0)
+        for index, found in self._on_device.items():
+            group = self._store.groups[index]
+            present = [here and p in settings for p, here in zip(group.parameters, found.present, strict=False)]
+            self._store.versions[index] += 1
+            update.update(group, settings, found.gradients, present, scale, found.memory)
+        self._on_device.clear()
         for group in sorted(self._store.groups, key=lambda g: not g.resident):
             present = []
             for index, parameter in enumerate(group.parameters[: group.layout.trainable_count]):
@@ -311,12 +433,15 @@ class Updater:
                 self._handed_over.add(group.index)
                 self._store.versions[group.index] += 1
                 self.worker.submit(
-                    group.index, partial(self._update_later, update, group, settings, flat, present, scale)
+                    group.index, partial(self._update_now, update, group, settings, flat, present, scale)
                 )
 
-    def _update_later(self, update: GroupUpdate, group: Group, *arguments: Any) -> None:
+    def _update_now(self, update: GroupUpdate, group: Group, *arguments: Any) -> None:
+        """On the worker."""
         self.before_update(group.index)
+        began = time.perf_counter()
         update.update(group, *arguments)
+        self.busy += time.perf_counter() - began
 
     def _finish(self, optimizer: Optimizer) -> None:
         """With ``in_backward`` every group was updated when its gradients landed; now the step is whole."""
@@ -332,7 +457,18 @@ class Updater:
         Raises:
             BaseException: what the worker raised, once.
         """
-        self.worker.wait(group)
+        if not self.worker.idle(group):
+            with self._waiting():
+                self.worker.wait(group)
+        self.worker.check()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited += time.perf_counter() - began
 
     def drain(self) -> None:
         """Block until no update is under way.
@@ -345,6 +481,7 @@ class Updater:
     def finish_updates(self) -> None:
         """Block until no update is under way, and let errors of theirs be: the state is about to be replaced."""
         self.worker.finish()
+        self._store.recall()
 
     # State
 
@@ -379,11 +516,11 @@ class Updater:
 
     def _place_state(self, optimizer: Optimizer, parameter: Parameter, state: dict[str, Any]) -> dict[str, Any]:
         kept = {k: v.detach() if isinstance(v, Tensor) else v for k, v in state.items()}
-        if self.moments is not None and is_adam(optimizer) and parameter in self._home:
+        if self._moments is not None and is_adam(optimizer) and parameter in self._home:
             group, index = self._home[parameter]
             if index < group.layout.trainable_count:
                 names = ("exp_avg", "exp_avg_sq")
-                for name, moment in zip(names, self.moments.views(group.index, index), strict=True):
+                for name, moment in zip(names, self._moments.views(group.index, index), strict=True):
                     moment.copy_(kept[name])
                     kept[name] = moment
                 kept["step"] = kept["step"].clone() if isinstance(kept["step"], Tensor) else kept["step"]
@@ -396,7 +533,7 @@ class Updater:
         return self.worker.failed is not None or self._midway
 
     def require_whole(self) -> None:
-        """Wait for updates under way, and refuse to hand out a torn state.
+        """Wait for updates under way, bring what is on the device home, and refuse to hand out a torn state.
 
         Raises:
             RuntimeError: says what happened.
@@ -408,10 +545,12 @@ class Updater:
                 "The last step was left half-way, so weights and optimizer state do not belong together and are not "
                 "saved; go back to an earlier checkpoint."
             ) from self.worker.failed
+        self._store.recall()
 
     def reset(self) -> None:
         """After an error elsewhere: let the worker finish what it has and forget the backward under way."""
         self.worker.close()
+        self._on_device.clear()
         self.gradients.reset()
 
     def close(self) -> None:

@@ -4,8 +4,17 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+
+Spans = Callable[..., AbstractContextManager[object]]
+"""Called with a lane, a label and a number of bytes: what happens in the context it returns is a span of time."""
+
+
+def no_spans(lane: str, label: str, nbytes: int = 0) -> AbstractContextManager[object]:
+    """For when nobody wants to know."""
+    return nullcontext()
 
 
 class Worker:
@@ -21,6 +30,8 @@ class Worker:
 
     def __init__(self, *, inline: bool = False) -> None:
         self._inline = inline
+        self.span: Spans = no_spans
+        """Where updates, and waits for them, are noted."""
         self.failed: BaseException | None = None
         self._raised = False
         self._tasks: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -53,20 +64,23 @@ class Worker:
         """
         if key is None:
             self.finish()
-        else:
-            with self._changed:
+        elif not self.idle(key):
+            with self.span("wait", "update"), self._changed:
                 self._changed.wait_for(lambda: not self._open[key])
         self.check()
 
     def finish(self) -> None:
         """Block until no task is left, without raising."""
         with self._changed:
+            if not self._open.total():
+                return
+        with self.span("wait", "worker"), self._changed:
             self._changed.wait_for(lambda: not self._open.total())
 
-    def idle(self, key: int) -> bool:
-        """Whether no task for ``key`` is left, without waiting."""
+    def idle(self, key: int | None = None) -> bool:
+        """Whether no task for ``key`` (None: no task at all) is left, without waiting."""
         with self._changed:
-            return not self._open[key]
+            return not (self._open.total() if key is None else self._open[key])
 
     def check(self) -> None:
         """Raise what a task raised, once."""

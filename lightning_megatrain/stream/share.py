@@ -1,0 +1,206 @@
+"""Groups that live on the device for a while, weights, moments and all, and are updated there."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_megatrain.memory.layout import Group
+from lightning_megatrain.memory.slots import Slot
+from lightning_megatrain.memory.store import GroupMemory, Store
+from lightning_megatrain.stream.gradients import fill
+from lightning_megatrain.stream.residents import Residents
+from lightning_megatrain.stream.sink import DeviceUpdates
+from lightning_megatrain.stream.streams import Streams
+
+_RESERVE = 1.15
+"""Groups are taken for so many times the update that was waited for: what is left must end in time, too."""
+
+_FIRST, _EVERY, _LAST = 3, 2, 17
+"""Steps at whose beginning the one before is judged: not the first ones, which compile and allocate, and not one in
+which groups were taken."""
+
+_WORTH = 0.02
+"""Part of a step that must have been waited for an update to do anything about it."""
+
+
+@dataclass(eq=False)
+class Held:
+    """One group on the device.
+
+    Attributes:
+        group: the group.
+        memory: its weights and moments, flat.
+        gradient: flat ``[trainable_numel]``, where gradients wait for more of them or for the step; None until then.
+        filled: ``gradient`` holds gradients of this backward.
+    """
+
+    group: Group
+    memory: GroupMemory
+    gradient: Tensor | None = None
+    filled: bool = False
+
+
+class DeviceShare:
+    """Spends device memory on the update: groups that are held are neither fetched, pushed, nor updated by the host.
+
+    The host stays their home. They are taken when a step begins, and brought home when somebody needs the host's bytes
+    (:meth:`recall`): a checkpoint, the end of the run. Meanwhile the host's are stale, and at rest the parameters' data
+    are the device's.
+
+    Args:
+        store: the adopted store, in split format.
+        streams: the lanes of the device.
+        residents: the resident groups, whose weights are on the device in any case.
+        updates: updates held groups, and knows how long steps wait for the host's updates.
+        at_once: gradients are used as soon as they are complete, and not when the step ends.
+    """
+
+    def __init__(
+        self, store: Store, streams: Streams, residents: Residents, updates: DeviceUpdates, *, at_once: bool
+    ) -> None:
+        self.held: dict[int, Held] = {}
+        self.slots: dict[int, Slot] = {}
+        self._wanted: list[int] = []
+        self._store = store
+        self._streams = streams
+        self._residents = residents
+        self._updates = updates
+        self._at_once = at_once
+        self._steps = 0
+        self._before = (0.0, 0.0, 0.0)  # when the last step began: the clock, seconds waited, seconds of updates
+
+    def begin(self, spare: int) -> int:
+        """A training step begins: take what is wanted, which is more if the step before waited for updates.
+
+        Args:
+            spare: device bytes that may be taken.
+
+        Returns:
+            Bytes that were taken beyond those of earlier steps.
+        """
+        judged = self._steps in range(_FIRST, _LAST, _EVERY)
+        excess = self._excess()
+        grown = self._grow(excess, spare) if judged and excess > 0 else 0
+        for index in self._wanted:
+            if index not in self.held:
+                self._take(self._store.groups[index])
+        self._steps += 1
+        return grown
+
+    def _excess(self) -> float:
+        """Which part of the host's updates the last step waited for; 0 where that is not worth anything."""
+        now = (time.perf_counter(), self._updates.waited, self._updates.busy)
+        step, waited, busy = (a - b for a, b in zip(now, self._before, strict=True))
+        self._before = now
+        return min(1.0, waited / busy) if busy > 0 and waited > _WORTH * step else 0.0
+
+    def cost(self, group: Group) -> int:
+        """Device bytes that holding a group takes."""
+        layout = group.layout
+        wire = 0 if group.resident else layout.numel * 2
+        moments = layout.trainable_numel * sum(flat.itemsize for flat in self._updates.moments.flat(group.index))
+        waits = group.resident or not self._at_once
+        return wire + layout.numel * 2 + moments + layout.trainable_numel * 2 * waits
+
+    def _grow(self, excess: float, spare: int) -> int:
+        # Residents first, for their weights are there already and, where updates run in the backward, theirs is the
+        # last to begin; then units in forward order, whose new weights are needed first.
+        order = sorted(self._store.groups, key=lambda g: not g.resident)
+        free = [g for g in order if g.index not in self._wanted and self._updates.may_hold(g)]
+        left = excess * _RESERVE * sum(g.layout.trainable_numel for g in free)
+        taken = 0
+        for group in free:
+            if left <= 0 or taken + self.cost(group) > spare:
+                break
+            self._wanted.append(group.index)
+            taken += self.cost(group)
+            left -= group.layout.trainable_numel
+        return taken
+
+    def _take(self, group: Group) -> None:
+        self._updates.wait_updated(group.index)
+        home = self._host(group)
+        flat = self._residents.flat(group) if group.resident else self._empty(home.wire)
+        memory = GroupMemory(flat, *(self._empty(tensor) for tensor in home[1:]))
+        made = self._streams.record()  # what had this memory before is done with it
+        with self._streams.span("fetch", f"take {group.name}", sum(t.nbytes for t in home)):
+            copies = [
+                self._streams.copy("fetch", there, here, after=[made]) for there, here in zip(memory, home, strict=True)
+            ]
+        for copy in copies:
+            self._streams.compute_after(copy.done)
+        if group.resident:
+            views = self._residents.views(group)
+        else:
+            slot = self.slots[group.index] = Slot(flat, group.index, filled=copies[0])
+            views = slot.views_of(group)
+        self.held[group.index] = Held(group, memory)
+        self._store.lent[group.index] = views
+        self._store.show(group)
+
+    def pack(self, group: Group, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Gradients of all parameters of a held group, zeros for None, as one flat tensor: ``[trainable_numel]``."""
+        flat = self._gradient(self.held[group.index])
+        fill(group.layout.views(flat), gradients)
+        return flat
+
+    def collect(self, group: Group, packed: Tensor, last: bool) -> Tensor:
+        """Gradients of all uses of a held group so far.
+
+        Args:
+            group: the group.
+            packed: of this use, ``[trainable_numel]``, in memory that another group's will take next.
+            last: no more follow in this backward.
+        """
+        held = self.held[group.index]
+        if last and not held.filled and self._at_once:
+            return packed  # used at once
+        flat = self._gradient(held)
+        if held.filled:
+            flat.add_(packed)  # in fp32, rounded once, as the host adds
+        else:
+            flat.copy_(packed)
+        held.filled = True
+        return flat
+
+    def _gradient(self, held: Held) -> Tensor:
+        if held.gradient is None:
+            like = held.memory.wire
+            with torch.inference_mode(False):  # zeros, for the padding between parameters
+                held.gradient = torch.zeros(held.group.layout.trainable_numel, dtype=like.dtype, device=like.device)
+        return held.gradient
+
+    def begin_backward(self) -> None:
+        """Gradients of an earlier backward count no more."""
+        for held in self.held.values():
+            held.filled = False
+
+    def recall(self) -> None:
+        """Bring everything home: the host's bytes are the true ones, until the next :meth:`take`."""
+        for held in list(self.held.values()):
+            group = held.group
+            self._updates.before_update(group.index)
+            made = self._streams.record()
+            with self._streams.span("push", f"recall {group.name}", sum(t.nbytes for t in held.memory)):
+                copies = [
+                    self._streams.copy("push", here, there, after=[made])
+                    for here, there in zip(self._host(group), held.memory, strict=True)
+                ]
+            for copy in copies:
+                copy.done.wait()
+            del self.held[group.index], self._store.lent[group.index]
+            self.slots.pop(group.index, None)
+            self._store.versions[group.index] += 1
+            self._store.show(group)
+
+    def _host(self, group: Group) -> GroupMemory:
+        return GroupMemory(
+            self._store.wire(group.index), self._store.low(group.index), *self._updates.moments.flat(group.index)
+        )
+
+    def _empty(self, like: Tensor) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(like.shape, dtype=like.dtype, device=self._streams.device)

@@ -1,0 +1,113 @@
+"""What was done when: the record that monitors and timelines are made of."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Protocol
+
+SpanLane = Literal["fetch", "compute", "push", "update", "wait"]
+
+
+class Span(NamedTuple):
+    """Something that took time.
+
+    Attributes:
+        lane: where it happened. ``"wait"`` is time in which the computing device had nothing to do.
+        label: a verb and mostly the name of a unit, ``"forward model.layers.3"``; of a wait its cause, ``"fetch
+            model.layers.3"``.
+        start: seconds, on the clock of :func:`time.perf_counter`.
+        end: the same.
+        nbytes: bytes that were copied; of an update, 4 for each parameter.
+    """
+
+    lane: SpanLane
+    label: str
+    start: float
+    end: float
+    nbytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+    @property
+    def verb(self) -> str:
+        """What was done, or waited for."""
+        return self.label.partition(" ")[0]
+
+    @property
+    def unit(self) -> str:
+        """What it was done to; empty if that has no name."""
+        return self.label.partition(" ")[2]
+
+
+Listener = Callable[[Span], None]
+
+
+class Mark(Protocol):
+    """A point in a lane that tells its time once it has passed."""
+
+    def passed(self) -> bool:
+        """Whether the work before it is done; never waits."""
+
+    def seconds(self) -> float:
+        """When it passed, on the clock of :func:`time.perf_counter`. Only asked once it has."""
+
+
+class HostMark(NamedTuple):
+    """A moment on the host, which has passed."""
+
+    moment: float
+
+    def passed(self) -> bool:
+        """Always."""
+        return True
+
+    def seconds(self) -> float:
+        """The moment."""
+        return self.moment
+
+
+class _Pending(NamedTuple):
+    lane: SpanLane
+    label: str
+    nbytes: int
+    starts: tuple[Mark, ...]
+    end: Mark
+
+
+class SpanLog:
+    """Keeps spans until their marks have passed, and then tells the listeners. Any thread may :meth:`note` one."""
+
+    def __init__(self) -> None:
+        self.listeners: tuple[Listener, ...] = ()
+        self._pending: deque[_Pending] = deque()
+
+    def attach(self, listener: Listener) -> None:
+        """Call ``listener`` with every span noted from now on."""
+        self.listeners = (*self.listeners, listener)
+
+    def detach(self, listener: Listener) -> None:
+        """Call it no more; does nothing if it is not attached."""
+        # By equality: a bound method is a new object each time it is looked up.
+        self.listeners = tuple(known for known in self.listeners if known != listener)
+        if not self.listeners:
+            self._pending.clear()
+
+    def note(self, lane: SpanLane, label: str, starts: tuple[Mark, ...], end: Mark, nbytes: int = 0) -> None:
+        """A span from the last of ``starts`` to ``end``; it is dropped if that leaves no time."""
+        self._pending.append(_Pending(lane, label, nbytes, starts, end))
+
+    def collect(self) -> None:
+        """Tell the listeners of all spans that are done, in no particular order. Never waits."""
+        under_way = []
+        for _ in range(len(self._pending)):
+            lane, label, nbytes, starts, end = pending = self._pending.popleft()
+            if not all(mark.passed() for mark in (end, *starts)):
+                under_way.append(pending)
+                continue
+            span = Span(lane, label, max(mark.seconds() for mark in starts), end.seconds(), nbytes)
+            if span.end > span.start:
+                for listener in self.listeners:
+                    listener(span)
+        self._pending.extend(under_way)

@@ -1,0 +1,273 @@
+"""Groups that are updated on the device: the bits of the host's update, wherever and whenever they move."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import zoo
+from fitting import MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, fit, loader, stock
+from torch import Tensor, nn
+
+import lightning_megatrain.session
+from lightning_megatrain.memory.device import DeviceMemory
+from lightning_megatrain.stream.share import DeviceShare
+
+SCHEDULES = ["blocking", "next_forward", "in_backward"]
+
+
+class Roomy(DeviceMemory):
+    limit = 10**12
+
+    def allocated(self) -> int:
+        return 10**6
+
+    def peak(self) -> int:
+        return 10**7
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Every update is waited for and there is room: by the fourth step `part` of the host's updates move."""
+    seen: dict[str, Any] = {"part": 1.0, "held": set(), "recalled": 0}
+    monkeypatch.setattr(lightning_megatrain.session, "device_memory", lambda *_: Roomy())
+    monkeypatch.setattr(DeviceShare, "_excess", lambda self: seen["part"] / 1.15)
+    take, recall = DeviceShare._take, DeviceShare.recall
+
+    def noted(self: DeviceShare, group: Any) -> None:
+        take(self, group)
+        seen["held"].add(group.name)
+
+    def counted(self: DeviceShare) -> None:
+        seen["recalled"] += bool(self.held)
+        recall(self)
+
+    monkeypatch.setattr(DeviceShare, "_take", noted)
+    monkeypatch.setattr(DeviceShare, "recall", counted)
+    yield seen
+
+
+def both(make: Any, shared: dict[str, Any], **arguments: Any) -> None:
+    strategy = {"update": arguments.pop("update"), **arguments.pop("strategy", {})}
+    arguments = {"precision": "bf16-mixed", "max_steps": 7, **arguments}
+    a, trainer_a = fit(make, MegaTrainStrategy(device_update="never", **strategy), **arguments)
+    assert not shared["held"]
+    b, trainer_b = fit(make, MegaTrainStrategy(**strategy), **arguments)
+    assert shared["held"]
+    assert_same_bits(a, b)
+    assert_same_optimizer_bits(trainer_a, trainer_b)
+
+
+@pytest.mark.parametrize("update", SCHEDULES)
+@pytest.mark.parametrize("name", zoo.ALL)
+def test_the_bits_of_the_hosts_update(name: str, update: str, shared: dict[str, Any]) -> None:
+    clip = {} if update == "in_backward" else {"gradient_clip_val": 0.3}
+    both(partial(zoo.ALL[name], scheduler=True, log_norm=False), shared, update=update, **clip)
+
+
+@pytest.mark.parametrize("update", SCHEDULES)
+def test_a_part_of_the_groups(update: str, shared: dict[str, Any]) -> None:
+    shared["part"] = 0.3
+    both(partial(zoo.Encoder, layers=4, log_norm=False), shared, update=update)
+    assert shared["held"] != {"resident"}
+    assert len(shared["held"]) < 5
+
+
+@pytest.mark.parametrize("strategy", [{"moments_dtype": "bfloat16"}, {"microbatch": 2}, {"recompute": "always"}])
+def test_with_other_settings(strategy: dict[str, Any], shared: dict[str, Any]) -> None:
+    make = partial(zoo.Encoder, layers=3, log_norm=False)
+    both(make, shared, update="next_forward", gradient_clip_val=0.3, strategy=strategy)
+
+
+class Repeats(zoo.Zoo):
+    """Each block is used twice, and the last only now and then."""
+
+    def __init__(self) -> None:
+        super().__init__(log_norm=False)
+        self.embed, self.head = nn.Embedding(zoo.VOCAB, 32), nn.Linear(32, zoo.VOCAB)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4))
+        self.steps = 0
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch)
+        self.steps += 1
+        for block in list(self.blocks[:3]) * 2 + ([self.blocks[3]] if self.steps % 3 else []):
+            x = x + block(x)
+        return zoo.token_loss(self.head(x), batch)
+
+
+@pytest.mark.parametrize("update", SCHEDULES)
+def test_units_used_twice_or_not_at_all(update: str, shared: dict[str, Any]) -> None:
+    both(Repeats, shared, update=update, max_steps=9)
+
+
+def resumable(tmp_path: Path, **strategy: Any) -> tuple[zoo.Zoo, L.Trainer]:
+    saving = L.pytorch.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
+    return fit(
+        partial(zoo.Encoder, layers=3, log_norm=False, scheduler=True),
+        MegaTrainStrategy(update="next_forward", **strategy),
+        precision="bf16-mixed",
+        max_steps=12,
+        gradient_clip_val=0.3,
+        enable_checkpointing=True,
+        callbacks=[saving],
+    )
+
+
+def test_checkpoints_hold_what_the_device_had(tmp_path: Path, shared: dict[str, Any]) -> None:
+    a, _ = resumable(tmp_path / "a", device_update="never")
+    b, _ = resumable(tmp_path / "b")
+    assert shared["recalled"] == 3  # two saves after it began, and the end
+    assert_same_bits(a, b)
+    for name in sorted(p.name for p in (tmp_path / "a").iterdir()):
+        saved = [torch.load(tmp_path / run / name, weights_only=False) for run in "ab"]
+        states = [s["state_dict"] for s in saved]
+        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+        moments = [s["optimizer_states"][0]["state"] for s in saved]
+        for key, state in moments[0].items():
+            assert all(torch.equal(state[n], moments[1][key][n]) for n in state)
+
+
+class Validated(zoo.Encoder):
+    """Validates, and in between looks at weights and runs the model as people do."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=3, log_norm=False)
+        self.seen: list[Tensor] = []
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.seen.append(self.loss(batch).detach())
+
+    def on_train_epoch_end(self) -> None:
+        self.seen += [p.detach().float().norm().cpu() for p in self.parameters()]
+        with torch.no_grad():
+            self.seen.append(self.loss(torch.zeros(2, 4, dtype=torch.long)))
+
+    def val_dataloader(self) -> Any:
+        return loader(8)
+
+
+def test_whoever_looks_sees_the_devices_weights(shared: dict[str, Any]) -> None:
+    runs = [
+        fit(
+            Validated,
+            MegaTrainStrategy(update="next_forward", device_update=device_update),
+            precision="bf16-mixed",
+            max_steps=12,
+            samples=16,
+            gradient_clip_val=0.3,
+        )[0]
+        for device_update in ("never", "auto")
+    ]
+    assert shared["held"]
+    assert len(runs[0].seen) > 50
+    assert all(torch.equal(x, y) for x, y in zip(runs[0].seen, runs[1].seen, strict=True))
+    assert_same_bits(*runs)
+
+
+class Writes(zoo.Encoder):
+    """Puts other tensors in the place of weights when an epoch ends."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=3, log_norm=False)
+
+    def on_train_epoch_end(self) -> None:
+        for p in self.parameters():
+            p.data = p.data * 0.5
+
+
+def test_assigned_weights_count(shared: dict[str, Any]) -> None:
+    both(Writes, shared, update="next_forward", max_steps=14, samples=20)
+
+
+class Outside(zoo.Encoder):
+    """A penalty on the weights, which reads them outside their units."""
+
+    def __init__(self, after: int = 0) -> None:
+        super().__init__(layers=3, log_norm=False)
+        self.after, self.steps = after, 0
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.steps += 1
+        loss = super().loss(batch)
+        if self.steps > self.after:
+            loss = loss + 1e-2 * sum(p.to(loss.device).float().pow(2).sum() for p in self.net.parameters())
+        return loss
+
+
+def test_groups_that_are_used_outside_their_unit_stay(shared: dict[str, Any]) -> None:
+    both(Outside, shared, update="next_forward")
+    assert len(shared["held"]) == 1  # the residents
+
+
+def test_a_first_use_outside_comes_too_late(shared: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"for the first time since .*device_update='never'"):
+        fit(partial(Outside, 5), MegaTrainStrategy(update="blocking"), precision="bf16-mixed", max_steps=9)
+
+
+class Looks(L.Callback):
+    def on_train_batch_end(self, *args: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("arguments", "strategy"),
+    [
+        ({"precision": "32-true"}, {}),
+        ({"precision": "bf16-true"}, {}),
+        ({"accumulate_grad_batches": 2}, {}),
+        ({"callbacks": [Looks()]}, {}),
+        ({}, {"save_async": True}),
+        ({}, {"device_update": "never"}),
+    ],
+)
+def test_nothing_moves_where_somebody_may_look(
+    arguments: dict[str, Any], strategy: dict[str, Any], shared: dict[str, Any]
+) -> None:
+    make = partial(zoo.Encoder, layers=3, log_norm=False)
+    fit(make, MegaTrainStrategy(**strategy), **{"precision": "bf16-mixed", "max_steps": 6, **arguments})
+    assert not shared["held"]
+
+
+def test_no_more_is_taken_than_there_is_room_for(shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Roomy, "limit", int(10**7 / 0.92) + 5 * 10**5)
+    taken = []
+    grow = DeviceShare._grow
+
+    def noted(self: DeviceShare, excess: float, spare: int) -> int:
+        taken.append((grow(self, excess, spare), spare))
+        return taken[-1][0]
+
+    monkeypatch.setattr(DeviceShare, "_grow", noted)
+    both(partial(zoo.Encoder, layers=12, log_norm=False), shared, update="blocking", max_steps=8)
+    assert 0 < len(shared["held"]) < 13
+    assert all(bytes_ <= spare for bytes_, spare in taken)
+
+
+def test_an_error_while_groups_are_away_leaves_an_ordinary_module(shared: dict[str, Any]) -> None:
+    class Fails(zoo.Encoder):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            if batch_idx == 6:
+                raise ZeroDivisionError("planted")
+
+    from fitting import QUIET
+
+    L.seed_everything(1, verbose=False)
+    module = Fails(layers=3, log_norm=False)
+    trainer = L.Trainer(
+        strategy=MegaTrainStrategy(), accelerator="cpu", devices=1, max_steps=9, precision="bf16-mixed", **QUIET
+    )
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(module, loader())
+    assert all(p.dtype == torch.float32 and p.isfinite().all() for p in module.parameters())
+
+
+def test_the_stock_strategy_is_near(shared: dict[str, Any]) -> None:
+    """Not only our own two paths agree: the losses are those of plain mixed precision, to its rounding."""
+    make = partial(zoo.Encoder, layers=2, dropout=0.0, log_norm=False)
+    a, _ = fit(make, stock(), precision="bf16-mixed", max_steps=10)
+    b, _ = fit(make, MegaTrainStrategy(), precision="bf16-mixed", max_steps=10)
+    assert shared["held"]
+    torch.testing.assert_close(torch.stack(a.losses), torch.stack(b.losses), rtol=1e-2, atol=1e-2)
