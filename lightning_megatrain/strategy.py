@@ -536,6 +536,16 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         """Steps of this fit that were left out because the norm of their gradients was not finite."""
         return (self._counters if self._updater is None else self._updater.counters()).get("skipped_steps", 0)
 
+    @property
+    def kept_graphs(self) -> int | None:
+        """Graphs that the last batch kept from its forward, and so did not recompute; None outside a run."""
+        return None if self._engine is None else self._engine.budget.kept
+
+    @property
+    def device_groups(self) -> int | None:
+        """Units and other groups that are updated on the device now; None outside a run."""
+        return None if self._engine is None else self._engine.held_groups
+
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module

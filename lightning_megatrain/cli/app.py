@@ -61,7 +61,18 @@ def run_app(task: Callable[[DictConfig], Any], *, command: str, config_name: str
 
 
 _PATHS = frozenset(
-    {"ckpt", "ckpt_path", "out", "export", "tokenizer", "model.pretrained", "data.tokenizer", "data.chat_template"}
+    {
+        "ckpt",
+        "ckpt_path",
+        "out",
+        "to",
+        "timeline",
+        "export",
+        "tokenizer",
+        "model.pretrained",
+        "data.tokenizer",
+        "data.chat_template",
+    }
     | {"data.train_path", "data.val_path", "data.root"}
 )
 

@@ -147,6 +147,11 @@ class Engine:
             handle.remove()
         self._hooks = []
 
+    @property
+    def held_groups(self) -> int:
+        """Groups that the device holds, to be updated there."""
+        return len(self.share.held) if self.share is not None else 0
+
     def recall(self) -> None:
         """Between steps: bring what the device holds home, so that the host's bytes are the true ones."""
         if self.share is not None:

@@ -31,7 +31,7 @@ from torch.optim import (
 from lightning_megatrain.memory.layout import Group
 from lightning_megatrain.memory.store import GroupMemory, Moments, Store, StoreFormat
 from lightning_megatrain.update.adam import AdamScalars, adam_bf16_, adam_split_
-from lightning_megatrain.update.reference import adam_on_device
+from lightning_megatrain.update.device import adam_device_
 from lightning_megatrain.update.threads import ThreadPlan
 
 PER_PARAMETER = (Adam, AdamW, SGD, Adafactor, RAdam, NAdam, RMSprop, Adagrad, Adadelta, Adamax, Rprop, ASGD)
@@ -182,7 +182,7 @@ class AdamUpdate(GroupUpdate):
     ) -> None:
         if memory is not None:
             high, low, first, second = (tensor[run] for tensor in memory)
-            adam_on_device(high, low, first, second, gradients[run], scalars.at(step, scale))
+            adam_device_(high, low, first, second, gradients[run], scalars, step, scale)
             return
         first, second = (flat[run] for flat in self._moments.flat(group.index))
         wire = self._store.wire(group.index)[run]

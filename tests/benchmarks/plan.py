@@ -7,7 +7,6 @@ Prints one JSON line for each, and a table of all. Options of an argument: model
 precision (bf16_mixed).
 """
 
-import copy
 import json
 import subprocess
 import sys
@@ -18,13 +17,13 @@ import lightning as L
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
 from lightning_megatrain import MegaTrainStrategy
 from lightning_megatrain.cli.app import config_dir
 from lightning_megatrain.cli.planner import Planner
 from lightning_megatrain.memory.host import give_back_freed_memory
+from lightning_megatrain.recipes.random_weights import fill_weights, without_weights
 from lightning_megatrain.update.optimizers import AdamUpdate
 
 STEPS = 6
@@ -37,26 +36,6 @@ def options(text: str) -> dict[str, str]:
 def rss(field: str = "VmRSS") -> int:
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith(field)) * 1024
-
-
-def weights(cfg: Any) -> L.LightningModule:
-    """Random weights by blocks: an initialisation tensor by tensor would take minutes."""
-    with torch.device("meta"):
-        module = instantiate(cfg.model)
-    small = copy.deepcopy(cfg.model)
-    OmegaConf.update(small, "config.num_hidden_layers", 1, force_add=True)
-    OmegaConf.update(small, "config.vocab_size", 1024, force_add=True)
-    rotary = instantiate(small).model.model.rotary_emb
-    module.to_empty(device="cpu")
-    module.model.model.rotary_emb = rotary
-    module.model.tie_weights()
-    noise = torch.randn(1 << 24) * 0.02
-    for name, p in module.named_parameters():
-        flat = p.data.view(-1)
-        for start in range(0, flat.numel(), noise.numel()):
-            part = flat[start : start + noise.numel()]
-            part.copy_(noise[: part.numel()]) if "norm" not in name else part.fill_(1.0)
-    return module
 
 
 class Measured(L.Callback):
@@ -99,7 +78,8 @@ def measure(wanted: dict[str, str]) -> dict[str, Any]:
     torch.cuda.empty_cache()
     give_back_freed_memory()
     before = rss()
-    module = weights(cfg)
+    module = without_weights(lambda: instantiate(cfg.model))
+    fill_weights(module, torch.device("cpu"), torch.float32)
     rows, seq, vocabulary = int(wanted["rows"]), int(wanted["seq"]), cfg.model.config.vocab_size
     batch = {"input_ids": torch.randint(0, vocabulary, (rows, seq))}
     clock = Measured()

@@ -1,6 +1,6 @@
-"""Times checkpoints of a Qwen2-shaped model with random weights, before and beside training, and loading them.
+"""Times checkpoints of a model with random weights, before and beside training, and loading them.
 
-    python tests/benchmarks/saving.py --shape 3b --folder /tmp/checkpoints
+    python tests/benchmarks/saving.py --model qwen2_5_3b --folder /tmp/checkpoints
 
 Prints one JSON line for each way of saving: bytes, seconds until training goes on, seconds until the checkpoint is in
 place and durable, the steps around it, and how much resident memory the save took at its peak. Each is removed
@@ -19,11 +19,15 @@ from typing import Any
 
 import lightning as L
 import torch
-from step import SHAPES, Step, build
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
 from torch.utils.data import DataLoader
 
 import lightning_megatrain
 from lightning_megatrain import checkpoints
+from lightning_megatrain.cli.app import config_dir
+from lightning_megatrain.cli.bench_measure import RandomTokens
+from lightning_megatrain.recipes.random_weights import fill_weights, without_weights
 
 
 def resident() -> int:
@@ -80,7 +84,7 @@ def size(path: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="3b", choices=SHAPES)
+    parser.add_argument("--model", default="qwen2_5_3b", help="a name in conf/model")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--host-memory", default="auto")
@@ -96,8 +100,11 @@ def main() -> None:
         done.append(time.perf_counter() - began)
 
     checkpoints._write = timed
-    module = Step(build(SHAPES[given.shape], torch.bfloat16))
-    tokens = torch.randint(0, 150000, (64, 2048))
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose("bench_step", overrides=[f"model={given.model}"])
+    module = without_weights(lambda: instantiate(cfg.model))
+    fill_weights(module, torch.device("cpu"), torch.bfloat16)
+    tokens = RandomTokens([given.rows], 8, seq_len=2048, vocabulary=cfg.model.config.vocab_size)
     for checkpoint_format, beside in (("ckpt", False), ("sharded", False), ("sharded", True)):
         save = Save(path)
         trainer = L.Trainer(
@@ -118,7 +125,7 @@ def main() -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(module, DataLoader(tokens, batch_size=given.rows))
+        trainer.fit(module, DataLoader(tokens, batch_size=None))
         written = size(path)
         result = {
             "format": checkpoint_format,

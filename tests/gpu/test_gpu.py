@@ -16,6 +16,7 @@ from fitting import QUIET, MegaTrainStrategy, assert_same_bits, assert_same_opti
 from rss_probe import Stack
 
 from lightning_megatrain.memory.arena import Arena
+from lightning_megatrain.memory.split import split_master
 from lightning_megatrain.stream.streams import CudaStreams, Streams
 from lightning_megatrain.update.optimizers import GroupUpdate
 from lightning_megatrain.update.updater import Updater
@@ -201,6 +202,56 @@ def test_peak_device_memory_follows_the_formula_and_not_the_depth(prefetch: int)
     # Autograd's own gradients of one unit exist while they are packed.
     assert deep <= sum(plan.values()) + unit + block + saved + workspaces
     assert deep - shallow <= 20 * rows * width * 4 + 2**20
+
+
+@pytest.mark.parametrize("update", ["blocking", "next_forward", "in_backward"])
+def test_updates_on_the_device_give_the_hosts_bits(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_megatrain.stream.share import DeviceShare
+
+    arguments = {} if update == "in_backward" else {"gradient_clip_val": 0.3}
+    make = partial(zoo.Llama, log_norm=False)
+    host, _ = run(make, "bf16-mixed", update=update, steps=9, device_update="never", **arguments)
+    taken = []
+    take = DeviceShare._take
+    monkeypatch.setattr(DeviceShare, "_excess", lambda self: 0.5)
+    monkeypatch.setattr(DeviceShare, "_take", lambda self, group: (taken.append(group.name), take(self, group))[1])
+    device, _ = run(make, "bf16-mixed", update=update, steps=9, **arguments)
+    assert len(taken) > 1
+    assert_same_bits(host, device)
+
+
+def test_the_device_kernel_is_used_and_reads_memory_once() -> None:
+    from lightning_megatrain.update.adam import AdamScalars
+    from lightning_megatrain.update.device import _kernel_for, adam_device_
+    from lightning_megatrain.update.reference import adam_on_device
+
+    assert _kernel_for(torch.device("cuda", 0)) is not None
+    numel = (1 << 24) + 3
+    master, grad = torch.randn(numel), torch.randn(numel).bfloat16().cuda()
+    halves = [t.cuda() for t in split_master(master)]
+    moments = [torch.randn(numel).cuda(), torch.rand(numel).cuda()]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    mine = [t.clone() for t in (*halves, *moments)]
+    adam_device_(*mine, grad, AdamScalars(weight_decay=0.1), 7, 0.3)
+    assert torch.cuda.max_memory_allocated() - before == sum(t.nbytes for t in mine) // 512 * 512 + 4 * 512
+    expected = [t.clone() for t in (*halves, *moments)]
+    adam_on_device(*expected, grad, AdamScalars(weight_decay=0.1).at(7, 0.3))
+    assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
+
+
+@pytest.mark.parametrize("limit", [0.02, 0.5])
+def test_kept_graphs_stay_within_the_limit(limit: float) -> None:
+    width, rows = 1024, 4096
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    base = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    chosen = MegaTrainStrategy(host_memory="64GiB", device_memory=limit)
+    trainer = L.Trainer(strategy=chosen, accelerator="gpu", devices=1, precision="bf16-mixed", max_steps=6, **QUIET)
+    trainer.fit(Stack(width, 40), torch.utils.data.DataLoader(torch.randn(6 * rows, 16), batch_size=rows))
+    assert torch.cuda.max_memory_reserved() <= limit * total
+    assert torch.cuda.max_memory_allocated() - base > 0
 
 
 def test_a_worker_error_surfaces_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
