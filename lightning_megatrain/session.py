@@ -22,9 +22,11 @@ from lightning_megatrain.memory.store import Store, StoreFormat
 from lightning_megatrain.placement import BufferPlacement
 from lightning_megatrain.precision import MegaTrainPrecision
 from lightning_megatrain.stream.budget import Budget, Recompute
+from lightning_megatrain.stream.chunked import require_child
 from lightning_megatrain.stream.discovery import UnitSelector, find_units, make_groups
 from lightning_megatrain.stream.engine import Engine
 from lightning_megatrain.stream.gradients import GRADIENT_BUFFERS
+from lightning_megatrain.stream.saved import Activations, SavedInputs
 from lightning_megatrain.stream.streams import Streams
 from lightning_megatrain.update.gradients import SLABS
 from lightning_megatrain.update.kernel import describe as describe_kernel
@@ -39,7 +41,9 @@ class Settings:
 
     units: UnitSelector
     prefetch: int
-    microbatch: int | None
+    microbatch: int | Literal["auto"] | None
+    activations: Activations
+    sequence_chunks: int | None
     recompute: Recompute
     compile: bool
     update: str
@@ -90,6 +94,8 @@ class Session:
         self._format = precision.store_format
         self.schedule: Schedule = "blocking"
         self._modules = find_units(module, settings.units)
+        if settings.sequence_chunks is not None:
+            require_child(self._modules)
         groups = make_groups(module, self._modules)
         if optimizers is not None:
             check_optimizers(optimizers, self._format, groups)
@@ -194,19 +200,35 @@ class Session:
         )
 
     def _make_engine(self) -> Engine:
+        streams = Streams.on(self._device)
         return Engine(
             self._module,
             list(self._modules.values()),
             self.store.groups,
             self.store,
-            Streams.on(self._device),
+            streams,
             prefetch=self._settings.prefetch,
             microbatch=self._settings.microbatch,
+            sequence_chunks=self._settings.sequence_chunks,
+            saved=self._saved_inputs(streams) if self._optimizers is not None else None,
             compile=self._settings.compile,
             budget=Budget(self._settings.recompute, self._device_memory),
             sink=self.updater,
             updates=self.updater if self._shares_update else None,
             compute_context=self._precision.unit_context,
+        )
+
+    def _saved_inputs(self, streams: Streams) -> SavedInputs | None:
+        where, limit = self._settings.activations, self._settings.host_memory
+        if where == "device" or (where == "auto" and self._device_memory is None):
+            return None
+        return SavedInputs(
+            where,
+            streams,
+            self._device_memory,
+            len(self._modules),
+            pin=self._pin,
+            host_limit=None if limit == "auto" else parse_bytes(limit) - self.plan.host_bytes,
         )
 
     def follow_unfreezing(self, before_change: Callable[[], None]) -> None:

@@ -50,8 +50,14 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         prefetch: units fetched ahead of the one in use. The device holds one slot more than this, each as large as
             the largest unit.
         microbatch: batch size inside a unit. The unit's weights are fetched once and serve the batch in slices of this
-            size, so a large batch fits a small device. ``None`` runs the whole batch at once. The batch is dimension 0
+            size, so a large batch fits a small device. ``None`` runs the whole batch at once; ``"auto"`` takes as many
+            rows as there is any gain in, some 16,384 tokens, and fewer when memory runs out. The batch is dimension 0
             of the unit's first floating-point input.
+        activations: where units' inputs wait for the backward: on the ``"device"``, in pinned memory of the
+            ``"host"``, or ``"auto"``, on the host when all of them would take more than a quarter of a GPU's memory.
+        sequence_chunks: run the feed-forward part of each unit, its child ``mlp``, over so many slices of the
+            sequence, one after another: its intermediates are there for one slice at a time, and it is computed once
+            more. For very long sequences.
         recompute: ``"always"`` keeps each unit's inputs only and computes its forward again in the backward, so the
             device holds the activations of one unit; ``"never"`` keeps those of all, as plain training does, and saves
             a forward; ``"auto"`` keeps those of as many units, the last ones, as a GPU's memory was seen to have room
@@ -105,7 +111,9 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         *,
         units: str | Sequence[str] | Callable[[str, nn.Module], bool] = "auto",
         prefetch: int = 2,
-        microbatch: int | None = None,
+        microbatch: int | Literal["auto"] | None = None,
+        activations: Literal["auto", "device", "host"] = "auto",
+        sequence_chunks: int | None = None,
         recompute: Literal["auto", "always", "never"] = "auto",
         compile: bool = False,
         update: Literal["auto", "in_backward", "next_forward", "blocking"] = "auto",
@@ -127,8 +135,11 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     ) -> None:
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch} is not a number of units; set 0 or more.")
-        if microbatch is not None and microbatch < 1:
-            raise ValueError(f"microbatch={microbatch} is not a batch size; set 1 or more, or None.")
+        if microbatch is not None and microbatch != "auto" and (isinstance(microbatch, str) or microbatch < 1):
+            raise ValueError(f"microbatch={microbatch!r} is not a batch size; set 1 or more, 'auto' or None.")
+        if sequence_chunks is not None and sequence_chunks < 1:
+            raise ValueError(f"sequence_chunks={sequence_chunks} is not a number of slices; set 1 or more, or None.")
+        _require_one_of("activations", activations, ("auto", "device", "host"))
         _require_one_of("recompute", recompute, ("auto", "always", "never"))
         _require_one_of("device_update", device_update, ("auto", "never"))
         _require_one_of("update", update, ("auto", "in_backward", "next_forward", "blocking"))
@@ -146,6 +157,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             units=units,
             prefetch=prefetch,
             microbatch=microbatch,
+            activations=activations,
+            sequence_chunks=sequence_chunks,
             recompute=recompute,
             compile=compile,
             update=update,

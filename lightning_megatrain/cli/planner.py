@@ -25,6 +25,7 @@ from lightning_megatrain.recipes.flops import TokenFlops, token_flops
 from lightning_megatrain.stream.bench import TRAINING_SHARE, Traffic, bench_device
 from lightning_megatrain.stream.discovery import find_units, make_groups
 from lightning_megatrain.stream.gradients import GRADIENT_BUFFERS
+from lightning_megatrain.stream.microbatch import rows_of_slices
 from lightning_megatrain.stream.rehearsal import MetaRehearsal, StepSettings, step_seconds
 from lightning_megatrain.update.bench import update_bandwidth
 from lightning_megatrain.update.gradients import SLABS
@@ -223,17 +224,18 @@ class Planner:
     @cached_property
     def _fitted(self) -> tuple[int | None, int | None]:
         schedule, wanted = self.schedule()[0], self.strategy["microbatch"]
-        asked = self.device_peak(schedule, wanted)
+        first = rows_of_slices(self.rows, self.cfg.data.seq_len) if wanted == "auto" else wanted
+        asked = self.device_peak(schedule, first)
         memory = self._device_limit()
-        if asked is None or asked <= memory or wanted is not None:
-            return wanted, asked
-        rows = self.rows
+        if asked is None or asked <= memory or isinstance(wanted, int):
+            return first, asked
+        rows = first or self.rows
         while rows > 1:
             rows = -(-rows // 2)
             peak = self.device_peak(schedule, rows)
             if peak is not None and peak <= memory:
                 return rows, peak
-        return wanted, asked
+        return first, asked
 
     def _device_limit(self) -> int:
         """Of the device's memory, what the strategy is set to use."""
@@ -296,7 +298,7 @@ class Planner:
         """What to change, for the host and for the device."""
         found = [] if fits_host else [self.remedy(schedule)]
         if not fits_device:
-            if self.microbatch != self.strategy["microbatch"]:
+            if self.strategy["microbatch"] not in (self.microbatch, "auto"):
                 found.append(f"the device would hold it with strategy.microbatch={self.microbatch}")
             else:
                 found.append(
@@ -352,7 +354,7 @@ class Planner:
             }
         device_bytes = sum(device.values())
         device_memory = self._device_limit()
-        fits_device = not device_memory or (device_bytes <= device_memory and self.microbatch == asked)
+        fits_device = not device_memory or (device_bytes <= device_memory and asked in (self.microbatch, "auto"))
         return {
             "parameters": planned.parameters,
             "parameters_per_token": self.flops.parameters,

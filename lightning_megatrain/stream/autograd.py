@@ -1,5 +1,6 @@
 """How a unit takes part in autograd: one node per use, whose backward recomputes the block."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_megatrain.stream.kept import KeptGraph
+from lightning_megatrain.stream.saved import SavedOnHost
 from lightning_megatrain.stream.unit import Conditions, Unit
 
 if TYPE_CHECKING:
@@ -17,7 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Call:
-    """One use of a unit: its arguments with holes where tensors go, and what a recompute needs to know."""
+    """One use of a unit: its arguments with holes where tensors go, and what a recompute needs to know.
+
+    ``slice_rows`` is the batch size inside the unit; ``saved`` are inputs that wait on the host; ``before`` is the use
+    before this one, whose backward is likely to follow.
+    """
 
     unit: Unit
     leaves: list[Any]
@@ -29,6 +35,9 @@ class Call:
     output: "Output | None" = None
     output_shapes: list[torch.Size] = field(default_factory=list)
     kept: KeptGraph | None = None
+    slice_rows: int | None = None
+    saved: list[SavedOnHost] = field(default_factory=list)
+    before: "weakref.ref[Call] | None" = None
 
     @classmethod
     def of(cls, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple["Call", list[Tensor]]:
@@ -92,7 +101,9 @@ class StreamedBlock(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.engine, ctx.call = engine, call
         outputs = engine.forward(call, tensors)
-        ctx.save_for_backward(*tensors)
+        call.saved = engine.save_inputs(call, tensors)
+        elsewhere = {saved.position for saved in call.saved}
+        ctx.save_for_backward(*(t for i, t in enumerate(tensors) if i not in elsewhere))
         ctx.mark_non_differentiable(*(o for o in outputs if not (o.is_floating_point() or o.is_complex())))
         return tuple(outputs)
 
@@ -103,5 +114,6 @@ class StreamedBlock(torch.autograd.Function):
                 f"Double backward through unit {ctx.call.unit.name!r}: its graph is recomputed and thrown away, so "
                 "create_graph=True cannot work; train without it or use Lightning's single-device strategy."
             )
-        inputs = ctx.engine.backward(ctx.call, ctx.saved_tensors, ctx.needs_input_grad[3:], gradients)
+        tensors = ctx.engine.saved_inputs(ctx.call, ctx.saved_tensors)
+        inputs = ctx.engine.backward(ctx.call, tensors, ctx.needs_input_grad[3:], gradients)
         return (None, None, None, *inputs)

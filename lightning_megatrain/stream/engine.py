@@ -1,10 +1,11 @@
 """The engine: fetches, binds, recomputes and pushes units, in whatever order the model uses them."""
 
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,21 +13,22 @@ from torch import Tensor, nn
 from lightning_megatrain.memory.layout import Group
 from lightning_megatrain.memory.slots import Slot
 from lightning_megatrain.memory.store import Store
-from lightning_megatrain.stream.autograd import Call, Output, StreamedBlock
+from lightning_megatrain.stream.autograd import Call, StreamedBlock
 from lightning_megatrain.stream.budget import Budget
-from lightning_megatrain.stream.closure import check_graph
+from lightning_megatrain.stream.chunked import chunk
 from lightning_megatrain.stream.compiled import CompiledForward
 from lightning_megatrain.stream.fetcher import Fetcher
-from lightning_megatrain.stream.gradients import GradientBuffers, InputGradients, ParameterGradients, flat_norm
-from lightning_megatrain.stream.kept import KeptGraph
-from lightning_megatrain.stream.microbatch import Slices
+from lightning_megatrain.stream.gradients import GradientBuffers, flat_norm
+from lightning_megatrain.stream.microbatch import SliceRows
 from lightning_megatrain.stream.order import UseOrder
 from lightning_megatrain.stream.patch import drop_caches, install, uninstall
 from lightning_megatrain.stream.residents import Residents
+from lightning_megatrain.stream.runner import Runner
+from lightning_megatrain.stream.saved import SavedInputs, SavedOnHost
 from lightning_megatrain.stream.share import DeviceShare
 from lightning_megatrain.stream.sink import DeviceUpdates, GradientSink
 from lightning_megatrain.stream.streams import Streams
-from lightning_megatrain.stream.unit import Conditions, Unit, check_trainable, no_autocast_cache
+from lightning_megatrain.stream.unit import Unit, check_trainable
 
 _T = TypeVar("_T")
 
@@ -41,7 +43,10 @@ class Engine:
         store: the adopted store.
         streams: the lanes of the device.
         prefetch: units fetched ahead of the one being used; the ring has one slot more.
-        microbatch: batch size inside a unit, or None to run the whole batch at once.
+        microbatch: batch size inside a unit; None runs the whole batch at once, ``"auto"`` as much of it as there is
+            gain in, and less when memory runs out.
+        sequence_chunks: slices of the sequence in which the feed-forward part of a unit is run, or None.
+        saved: where inputs wait for the backward; None for where they are.
         budget: decides which graphs are kept from the forward, so that their backward computes nothing again.
         compile: run blocks through ``torch.compile``.
         sink: where gradients go; None for a run without training.
@@ -58,7 +63,9 @@ class Engine:
         streams: Streams,
         *,
         prefetch: int = 2,
-        microbatch: int | None = None,
+        microbatch: int | Literal["auto"] | None = None,
+        sequence_chunks: int | None = None,
+        saved: SavedInputs | None = None,
         budget: Budget | None = None,
         compile: bool = False,
         sink: GradientSink | None = None,
@@ -72,12 +79,16 @@ class Engine:
             Unit(group, module, partial(store.at_rest, group.index))
             for group, module in zip(groups, modules, strict=False)
         ]
+        self._undo = [
+            chunk(unit.name, unit.module, sequence_chunks) for unit in self.units if sequence_chunks is not None
+        ]
         for unit in self.units if compile else ():
             unit.forward = CompiledForward(unit.name, unit.forward)
         self.residents = Residents(groups, store, streams)
-        self._microbatch = microbatch
+        self._saved = saved
+        self._last: weakref.ref[Call] | None = None
         self.budget = budget or Budget()
-        self._compute_context = compute_context
+        self._runner = Runner(streams, self._bound, self.budget, SliceRows(microbatch), saved, compute_context)
         dtype = store.format.wire_dtype
         self.updates = updates
         self.share = None
@@ -146,6 +157,11 @@ class Engine:
         for handle in self._hooks:
             handle.remove()
         self._hooks = []
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        if self._saved is not None:
+            self._saved.close()
 
     @property
     def held_groups(self) -> int:
@@ -183,6 +199,9 @@ class Engine:
         """
         self.end_step()
         self._take_assigned()
+        self._last = None
+        if self._saved is not None:
+            self._saved.begin()
         if trains:
             self.budget.begin()
             if self.share is not None:
@@ -295,6 +314,7 @@ class Engine:
             return self._use_without_gradients(unit, args, kwargs)
         call.preceding = list(reversed(self._recent))
         call.version = self.store.versions[unit.group.index]
+        call.before, self._last = self._last, weakref.ref(call)
         if trains:
             unit.pending += 1
             if unit.pending > 1 and any(p._backward_hooks for p in unit.group.parameters):
@@ -309,71 +329,20 @@ class Engine:
 
     def _use_without_gradients(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         expected = self._orders[False].observe(unit.group.index, self._fetcher.prefetch)
-        if self._microbatch is None:
-            with self._bound(unit, expected) as slot, no_autocast_cache(), self._compute_context():
-                output, tensors = Output.of(unit.forward(*args, **kwargs))
-                return output.rebuild([_own(t, slot) for t in tensors])
-        call, inputs = Call.of(unit, args, kwargs)
-        slices = Slices(unit.name, inputs, self._microbatch)
-        parts = []
-        with self._bound(unit, expected) as slot, no_autocast_cache(), self._compute_context():
-            for part in slices:
-                call.output, tensors = Output.of(call.run(slices.take(inputs, part)))
-                parts.append([_own(t, slot) for t in tensors])
-        assert call.output is not None
-        return call.output.rebuild(slices.join(parts))
+        return self._runner.without_gradients(unit, args, kwargs, expected)
 
     def forward(self, call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Forward of one use whose backward may follow. Returns outputs without a graph.
+        """Forward of one use whose backward may follow."""
+        expected = self._orders[True].observe(call.unit.group.index, self._fetcher.prefetch)
+        return self._runner.forward(call, tensors, expected)
 
-        The block runs with gradients on, and unless its graph is kept it is dropped at once: code that asks
-        ``is_grad_enabled`` and kernels that choose by ``requires_grad`` take the same path as in the recompute.
-        """
-        unit = call.unit
-        call.conditions = Conditions.capture(unit, self.streams)
-        buffers = unit.buffers_before()
-        input_versions = [t._version for t in tensors]
-        slices = Slices(unit.name, tensors, self._microbatch)
-        expected = self._orders[True].observe(unit.group.index, self._fetcher.prefetch)
-        keeps = self.budget.keeps(tensors)
-        parts = self._unless_memory_runs_out(lambda: self._forward_slices(call, tensors, slices, expected, keeps))
-        if parts is None:
-            call.conditions.rewind(self.streams, buffers)
-            parts = self._forward_slices(call, tensors, slices, expected, False)
-        if [t._version for t in tensors] != input_versions:
-            raise RuntimeError(
-                f"Unit {unit.name!r} changes one of its inputs in place, so it cannot be recomputed from them; "
-                "write the operation out of place, or choose other modules with MegaTrainStrategy(units=...)."
-            )
-        if unit.note_buffers(buffers):
-            assert buffers is not None
-            call.conditions.buffers = {key: copy for key, (_, _, copy) in buffers.items()}
-        assert call.conditions.random_state is not None
-        drawn = zip(call.conditions.random_state, self.streams.random_state(), strict=True)
-        if all(torch.equal(before, after) for before, after in drawn):
-            call.conditions.random_state = None
-        call.output_shapes = [o.shape for o in parts[-1]]
-        return slices.join(parts)
+    def save_inputs(self, call: Call, tensors: Sequence[Tensor]) -> list[SavedOnHost]:
+        """As :meth:`Runner.save_inputs`."""
+        return self._runner.save_inputs(call, tensors)
 
-    def _forward_slices(
-        self, call: Call, tensors: Sequence[Tensor], slices: Slices, expected: Sequence[int], keeps: bool
-    ) -> list[list[Tensor]]:
-        """Outputs of each slice, without a graph; with ``keeps`` the graphs are in ``call.kept``."""
-        unit, parts = call.unit, []
-        kept = KeptGraph(unit.name) if keeps else None
-        with self._bound(unit, expected) as slot:
-            for part in slices:
-                with self.budget.making(), kept.saving(slot) if kept is not None else contextlib.nullcontext():
-                    leaves, outputs = self._run(call, slices.take(tensors, part), [t.requires_grad for t in tensors])
-                check_graph(unit, leaves, outputs, expected=lambda: kept is not None and kept.is_bound)
-                parts.append([_own(o.detach(), slot) for o in outputs])
-                if kept is not None:
-                    kept.add(leaves, outputs)
-                del leaves, outputs  # and, unless kept, this slice's graph, before the next one's is made
-        call.kept = kept
-        if kept is not None:
-            self.budget.hold(kept)
-        return parts
+    def saved_inputs(self, call: Call, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """As :meth:`Runner.saved_inputs`."""
+        return self._runner.saved_inputs(call, tensors)
 
     def backward(
         self, call: Call, tensors: Sequence[Tensor], needs: Sequence[bool], gradients: Sequence[Tensor | None]
@@ -389,7 +358,6 @@ class Engine:
                 f"The weights of unit {unit.name!r} were updated between this forward and its backward, so the "
                 "recompute would use other weights; run the forward again after the optimizer's step."
             )
-        slices = Slices(unit.name, tensors, self._microbatch)
         flags = call.conditions.requires_grad
         # `autograd.grad` with respect to some inputs must leave parameters alone; `backward` reaches every leaf, and so
         # the anchor.
@@ -403,92 +371,15 @@ class Engine:
         wanted = [p for p, flag in zip(unit.group.parameters[:count], flags[:count], strict=True) if flag]
         needs, shared_needs = needs[: len(tensors)], needs[len(tensors) :]
         shared = [p for p, need in zip(unit.shared, shared_needs, strict=True) if need]
-        find = partial(self._backward_slices, call, tensors, needs, gradients, slices, [*shared, *wanted])
-        # A second backward finds no graph any more and computes it again.
-        kept = call.kept if call.kept is not None and call.kept.left else None
-        found = self._unless_memory_runs_out(lambda: find(kept))
-        inputs, made = found if found is not None else find(None)
+        inputs, made = self._runner.backward(call, tensors, needs, gradients, [*shared, *wanted])
         for_shared = [next(made) if need else None for need in shared_needs]
         if wanted:
             self._push(unit, [next(made) if flag else None for flag in flags[:count]])
         return inputs + for_shared
 
-    def _backward_slices(
-        self,
-        call: Call,
-        tensors: Sequence[Tensor],
-        needs: Sequence[bool],
-        gradients: Sequence[Tensor | None],
-        slices: Slices,
-        parameters: Sequence[Tensor],
-        kept: KeptGraph | None,
-    ) -> tuple[list[Tensor | None], Iterator[Tensor | None]]:
-        """Gradients of the inputs, None where none is needed, and of ``parameters``."""
-        unit, conditions = call.unit, call.conditions
-        assert conditions is not None
-        for_inputs, for_parameters = InputGradients(slices, needs), ParameterGradients(len(parameters), slices)
-        restored = conditions.restored(unit, self.streams) if kept is None else contextlib.nullcontext()
-        with self._bound(unit, call.preceding) as slot, restored:
-            for part in slices:
-                if kept is not None:
-                    leaves, outputs = kept.take()
-                else:
-                    with conditions.numerics():
-                        leaves, outputs = self._run(call, slices.take(tensors, part), needs)
-                if part.stop in (None, len(tensors[0])) and [o.shape for o in outputs] != call.output_shapes:
-                    raise RuntimeError(
-                        f"Unit {unit.name!r} gave outputs of other shapes when it was recomputed; its forward must "
-                        "depend on its arguments, parameters and buffers alone."
-                    )
-                pairs = [
-                    (o, g if slices.whole else g[part])
-                    for o, g in zip(outputs, gradients, strict=True)
-                    if g is not None and o.requires_grad
-                ]
-                targets = [leaf for leaf, need in zip(leaves, needs, strict=True) if need] + list(parameters)
-                found: Sequence[Tensor | None] = [None] * len(targets)
-                if pairs and targets:
-                    bound = kept.bound(slot) if kept is not None else contextlib.nullcontext()
-                    with self.streams.span("compute", f"backward {unit.name}"), bound:
-                        found = torch.autograd.grad(
-                            [o for o, _ in pairs], targets, [g for _, g in pairs], allow_unused=True
-                        )
-                for_inputs.add(found[: sum(needs)])
-                for_parameters.add(found[sum(needs) :])
-                del leaves, outputs, pairs, targets, found  # likewise
-        return for_inputs.result(), for_parameters.result()
-
-    def _run(self, call: Call, tensors: Sequence[Tensor], needs: Sequence[bool]) -> tuple[list[Tensor], list[Tensor]]:
-        """Run the bound block with gradients on; returns the leaves that stand for its inputs, and its outputs."""
-        leaves = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
-        with (
-            torch.enable_grad(),
-            no_autocast_cache(),
-            self._compute_context(),
-            self.streams.span("compute", f"forward {call.unit.name}"),
-        ):
-            output, outputs = Output.of(call.run(leaves))
-        if not outputs:
-            raise RuntimeError(
-                f"Unit {call.unit.name!r} returns no tensor that autograd could follow; return tensors, or tuples, "
-                "lists or dicts of them, or make other modules units with MegaTrainStrategy(units=...)."
-            )
-        if call.output is None:
-            call.output = output
-        return leaves, outputs
-
     def _bound(self, unit: Unit, expected: Sequence[int]) -> contextlib.AbstractContextManager[Slot]:
         # Outside a step nobody says when the host's weights change, so no slot is trusted twice.
         return self._fetcher.bound(unit, expected, forget=not self._in_step)
-
-    def _unless_memory_runs_out(self, run: Callable[[], _T]) -> _T | None:
-        """What ``run`` returns, or None if memory ran out in it and there is more now."""
-        try:
-            return run()
-        except torch.OutOfMemoryError:
-            if not self.budget.relieve():
-                raise
-        return None  # and the error with its frames, which hold tensors, is gone
 
     # Gradients
 
@@ -518,9 +409,3 @@ class Engine:
         assert self.share is not None
         assert self.updates is not None
         self.updates.made(group.index, flat, self.share.held[group.index].memory, present, last, norm)
-
-
-def _own(tensor: Tensor, slot: Slot) -> Tensor:
-    """A block may return a view of its weights; the slot's bytes are gone after release, so that is copied."""
-    aliases = tensor.untyped_storage()._cdata == slot.buffer.untyped_storage()._cdata
-    return tensor.clone() if aliases else tensor

@@ -1,9 +1,56 @@
 """Cutting a batch inside a unit."""
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+TOKENS = 16384
+"""Tokens of a slice from which matrix products run at their full rate: larger ones only take more memory."""
+
+
+def rows_of_slices(rows: int, tokens: int, most: int = TOKENS) -> int | None:
+    """Rows of a slice if a batch of ``rows`` rows of ``tokens`` tokens is cut into nearly equal ones.
+
+    A slice has no more than ``most`` tokens, unless one row has. None: the batch need not be cut.
+    """
+    slices = -(-rows // max(1, most // max(1, tokens)))
+    return None if slices <= 1 else -(-rows // slices)
+
+
+class SliceRows:
+    """How many rows of a batch go through a unit at once.
+
+    Args:
+        asked: a number of rows, ``"auto"`` for as many as :data:`TOKENS` have room in, or None for all.
+    """
+
+    def __init__(self, asked: "int | Literal['auto'] | None") -> None:
+        self._asked = asked
+        self._tokens = TOKENS
+
+    def of(self, tensors: Sequence[Tensor]) -> int | None:
+        """Rows of a slice of these inputs, in slices of nearly equal size; None for all."""
+        if self._asked != "auto":
+            return self._asked
+        lead = _lead(tensors)
+        if lead is None:
+            return None
+        return rows_of_slices(lead.shape[0], lead[..., 0].numel() // max(1, lead.shape[0]), self._tokens)
+
+    def shrink(self, tensors: Sequence[Tensor], rows: int | None) -> bool:
+        """Take half as many from now on, if it was left to us and slices of ``rows`` can be cut."""
+        lead = _lead(tensors)
+        if self._asked != "auto" or lead is None or (rows or lead.shape[0]) < 2:
+            return False
+        per_row = max(1, lead[..., 0].numel() // lead.shape[0])
+        self._tokens = max(per_row, (rows or lead.shape[0]) // 2 * per_row)
+        return True
+
+
+def _lead(tensors: Sequence[Tensor]) -> Tensor | None:
+    return next((t for t in tensors if t.is_floating_point() and t.dim() > 0), None)
 
 
 class Slices:
@@ -22,7 +69,7 @@ class Slices:
     """
 
     def __init__(self, unit: str, tensors: Sequence[Tensor], size: int | None) -> None:
-        lead = next((t for t in tensors if t.is_floating_point() and t.dim() > 0), None)
+        lead = _lead(tensors)
         self._unit = unit
         self._batch = 0 if lead is None else lead.shape[0]
         self.whole = size is None or self._batch <= size
@@ -43,6 +90,10 @@ class Slices:
             return
         for start in range(0, self._batch, self._size):
             yield slice(start, min(start + self._size, self._batch))
+
+    def is_last(self, part: slice) -> bool:
+        """Whether ``part`` ends the batch."""
+        return self.whole or part.stop == self._batch
 
     def take(self, tensors: Sequence[Tensor], part: slice) -> list[Tensor]:
         """The inputs of one slice."""

@@ -84,8 +84,9 @@ class SpanLog:
         self._pending: deque[_Pending] = deque()
 
     def attach(self, listener: Listener) -> None:
-        """Call ``listener`` with every span noted from now on."""
-        self.listeners = (*self.listeners, listener)
+        """Call ``listener`` with every span noted from now on; does nothing if it is attached."""
+        if listener not in self.listeners:
+            self.listeners = (*self.listeners, listener)
 
     def detach(self, listener: Listener) -> None:
         """Call it no more; does nothing if it is not attached."""

@@ -27,7 +27,7 @@ Lane = Literal["compute", "fetch", "push"]
 class Event:
     """A point in a lane. ``wait`` blocks the calling host thread, without the GIL, until the lane has passed it.
 
-    ``label`` says what ends there, for those who are found waiting for it.
+    ``label`` says what ends there, a lane and a unit, for those who are found waiting for it.
     """
 
     def __init__(self, event: "torch.cuda.Event | None" = None, label: str = "") -> None:
@@ -244,7 +244,7 @@ class CudaStreams(Streams):
             done.record(stream)
         if start is not None:
             self._log.note(lane, label, (start,), _DeviceMark(done, self._clock), target.nbytes)
-        return Copy(target, source, Event(done, label))
+        return Copy(target, source, Event(done, f"{lane} {label.partition(' ')[2]}".rstrip()))
 
     def synchronize(self) -> None:  # noqa: D102
         torch.cuda.synchronize(self.device)

@@ -1,6 +1,5 @@
 """Groups that are updated on the device: the bits of the host's update, wherever and whenever they move."""
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ class Roomy(DeviceMemory):
 
 
 @pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def shared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Every update is waited for and there is room: by the fourth step `part` of the host's updates move."""
     seen: dict[str, Any] = {"part": 1.0, "held": set(), "recalled": 0}
     monkeypatch.setattr(lightning_megatrain.session, "device_memory", lambda *_: Roomy())
@@ -47,7 +46,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
     monkeypatch.setattr(DeviceShare, "_take", noted)
     monkeypatch.setattr(DeviceShare, "recall", counted)
-    yield seen
+    return seen
 
 
 def both(make: Any, shared: dict[str, Any], **arguments: Any) -> None:
