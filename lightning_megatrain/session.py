@@ -31,7 +31,7 @@ from lightning_megatrain.stream.streams import Streams
 from lightning_megatrain.update.gradients import SLABS
 from lightning_megatrain.update.kernel import describe as describe_kernel
 from lightning_megatrain.update.optimizers import moment_bytes
-from lightning_megatrain.update.threads import plan_threads
+from lightning_megatrain.update.threads import ThreadPlan, plan_threads
 from lightning_megatrain.update.updater import Schedule, Updater
 
 
@@ -93,7 +93,11 @@ class Session:
         self._device = device
         self._format = precision.store_format
         self.schedule: Schedule = "blocking"
+        self.schedule_reason: str | None = None
+        self.threads: ThreadPlan | None = None
+        self.streams = Streams.on(device)  # one for all engines of the run: whoever listens goes on listening
         self._modules = find_units(module, settings.units)
+        self.unit_names = tuple(self._modules)
         if settings.sequence_chunks is not None:
             require_child(self._modules)
         groups = make_groups(module, self._modules)
@@ -101,8 +105,8 @@ class Session:
             check_optimizers(optimizers, self._format, groups)
             _check_formats(settings, self._format)
             on_cpu = device.type == "cpu"
-            self.schedule, why = choose_schedule(settings.update, trainer, optimizers, on_cpu=on_cpu)
-            rank_zero_info(f"megatrain: {len(self._modules)} units, update {self.schedule!r} ({why})")
+            self.schedule, self.schedule_reason = choose_schedule(settings.update, trainer, optimizers, on_cpu=on_cpu)
+            rank_zero_info(f"megatrain: {len(self._modules)} units, update {self.schedule!r} ({self.schedule_reason})")
         # What the parameters take now will be taken over; the pages of mapped files count as free already.
         mapped = FileMappings()
         taken = sum(p.numel() * p.element_size() for p in module.parameters() if not mapped.hold(p.data))
@@ -184,9 +188,9 @@ class Session:
         return torch.float32 if able and wanted != "bfloat16" and fits else None
 
     def _make_updater(self, optimizers: Sequence[Optimizer], *, inline: bool) -> Updater:
-        threads = plan_threads(self._settings.threads)
+        self.threads = threads = plan_threads(self._settings.threads)
         rank_zero_info(f"megatrain: {threads.describe()}, {describe_kernel()}")
-        return Updater(
+        updater = Updater(
             self.store,
             optimizers,
             self.schedule,
@@ -198,19 +202,20 @@ class Session:
             sum_dtype=self._sum_dtype,
             nonfinite=self._settings.nonfinite,
         )
+        updater.worker.span = self.streams.span
+        return updater
 
     def _make_engine(self) -> Engine:
-        streams = Streams.on(self._device)
         return Engine(
             self._module,
             list(self._modules.values()),
             self.store.groups,
             self.store,
-            streams,
+            self.streams,
             prefetch=self._settings.prefetch,
             microbatch=self._settings.microbatch,
             sequence_chunks=self._settings.sequence_chunks,
-            saved=self._saved_inputs(streams) if self._optimizers is not None else None,
+            saved=self._saved_inputs(self.streams) if self._optimizers is not None else None,
             compile=self._settings.compile,
             budget=Budget(self._settings.recompute, self._device_memory),
             sink=self.updater,

@@ -38,6 +38,7 @@ from lightning_megatrain.memory.store import Store
 from lightning_megatrain.precision import MegaTrainPrecision, translate
 from lightning_megatrain.session import Session, Settings
 from lightning_megatrain.stream.engine import Engine
+from lightning_megatrain.stream.streams import Streams
 from lightning_megatrain.update.updater import Schedule, Updater
 
 
@@ -543,6 +544,26 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     def update_schedule(self) -> str | None:
         """The schedule in use during fit: ``"in_backward"``, ``"next_forward"`` or ``"blocking"``."""
         return None if self._updater is None else self._updater.schedule
+
+    @property
+    def update_reason(self) -> str | None:
+        """Why that schedule, during fit."""
+        return None if self._session is None else self._session.schedule_reason
+
+    @property
+    def update_threads(self) -> str | None:
+        """Threads of the host optimizer during fit, in words."""
+        return None if self._session is None or self._session.threads is None else self._session.threads.describe()
+
+    @property
+    def unit_names(self) -> tuple[str, ...]:
+        """Qualified names of the streamed modules of the run under way."""
+        return () if self._session is None else self._session.unit_names
+
+    @property
+    def streams(self) -> Streams | None:
+        """The lanes of the run under way: callbacks attach listeners to learn what was done when."""
+        return None if self._session is None else self._session.streams
 
     @property
     def skipped_steps(self) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_megatrain.cli.report import peak_host_rss
+from lightning_megatrain.callbacks.measure import peak_host_rss
 from lightning_megatrain.memory.host import available_host_bytes
 from lightning_megatrain.recipes.causal_lm import CausalLM
 from lightning_megatrain.recipes.ceiling import Ceiling, ceiling_bytes

@@ -15,7 +15,17 @@ from torch import Tensor
 
 from lightning_megatrain.cli.app import UserError
 from lightning_megatrain.memory.device import SPENDABLE
-from lightning_megatrain.memory.forecast import Forecast, Machine, Schedule, Work, forecast, tokens_to_hide, work_of
+from lightning_megatrain.memory.forecast import (
+    Forecast,
+    Machine,
+    Schedule,
+    Work,
+    forecast,
+    on_device,
+    tokens_to_hide,
+    waited_update,
+    work_of,
+)
 from lightning_megatrain.memory.host import available_host_bytes, format_bytes, parse_bytes
 from lightning_megatrain.memory.layout import Group
 from lightning_megatrain.memory.plan import Plan, make_plan
@@ -27,6 +37,7 @@ from lightning_megatrain.stream.discovery import find_units, make_groups
 from lightning_megatrain.stream.gradients import GRADIENT_BUFFERS
 from lightning_megatrain.stream.microbatch import rows_of_slices
 from lightning_megatrain.stream.rehearsal import MetaRehearsal, StepSettings, step_seconds
+from lightning_megatrain.stream.share import RESERVE, WORTH
 from lightning_megatrain.update.bench import update_bandwidth
 from lightning_megatrain.update.gradients import SLABS
 
@@ -129,7 +140,18 @@ class Planner:
 
     @cached_property
     def measured(self) -> tuple[float, float] | None:
-        """Seconds of a batch's forward and backward on the GPU that is here, if it is the one to plan for."""
+        """As :attr:`timed`, less what kept graphs save."""
+        if self.timed is None or self.keeps_graphs:
+            return self.timed
+        forward, backward = self.timed
+        return forward, backward - self.kept_graphs[0] / self.units * forward * self.flops.blocks / self.flops.model
+
+    @cached_property
+    def timed(self) -> tuple[float, float] | None:
+        """Seconds of a batch's forward and backward on the GPU that is here, if it is the one to plan for.
+
+        With the graphs of all units kept, or of none.
+        """
         if self.cfg.gpu.memory is not None or not torch.cuda.is_available():
             return None
         module, precision = self._module(), _PRECISIONS[self.format]()
@@ -145,10 +167,7 @@ class Planner:
             )
         except RuntimeError:  # no room, here or on the host, or an operation that this device has no kernel for
             return None
-        # What was timed kept no graph, or all: of the others the forward need not be computed again.
-        saved = 0.0 if self.keeps_graphs else self.kept_graphs[0] / self.units
-        again = seconds.forward * self.flops.blocks / self.flops.model
-        return seconds.forward, seconds.backward - saved * again
+        return seconds.forward, seconds.backward
 
     def _settings(
         self, schedule: Schedule, microbatch: int | None, *, keeps_graphs: bool | None = None
@@ -168,6 +187,40 @@ class Planner:
         vocabulary = module.model.get_input_embeddings().num_embeddings
         return module.loss({"input_ids": torch.randint(0, vocabulary, shape, device=device)})
 
+    @cached_property
+    def device_update(self) -> tuple[float, int]:
+        """Part of the parameters that are updated on the device, and the device bytes that it takes.
+
+        As many as a step would wait for on the host, and as there is room for beside :attr:`peak`.
+        """
+        may = self.strategy["device_update"] == "auto" and not self.strategy["save_async"]
+        if not may or self.peak is None or self.batches > 1 or self.format is not StoreFormat.SPLIT:
+            return 0.0, 0
+        schedule = self.schedule()[0]
+        wanted = waited_update(self._work(kept=0), self.machine, schedule, self.timed)
+        trainable = sum(g.layout.trainable_numel for g in self.groups)
+        each = 4 + self.moment_bytes + (0 if schedule == "in_backward" else 2)
+        room = max(0, int(self._device_limit() * SPENDABLE) - self.peak)
+        part = min(wanted * RESERVE if wanted > WORTH else 0.0, room / (trainable * each), 1.0)
+        return part, int(part * trainable * each)
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of Adam's moments per parameter."""
+        return 8 if self.strategy["moments_dtype"] == "float32" else 4
+
+    def _work(self, *, kept: int) -> Work:
+        """What a step asks for, all of it the host's, with the graphs of ``kept`` units kept."""
+        return work_of(
+            self.groups,
+            self.format,
+            tokens=self.tokens,
+            batches=self.batches,
+            flops_per_token=self.flops.model,
+            block_flops_per_token=self.flops.blocks * (1 - kept / self.units),
+            moment_bytes=self.moment_bytes,
+        )
+
     @property
     def keeps_graphs(self) -> bool:
         """Whether the strategy is set to keep those of all units."""
@@ -184,7 +237,7 @@ class Planner:
         if every is None:
             return 0, 0
         each = max(1, -(-(every - self.peak) // self.units))
-        spendable = int(self._device_limit() * SPENDABLE) - self.peak
+        spendable = int(self._device_limit() * SPENDABLE) - self.peak - self.device_update[1]
         count = min(self.units, max(0, spendable // each))
         return count, count * each
 
@@ -332,16 +385,7 @@ class Planner:
         """Everything that is printed."""
         schedule, why = self.schedule()
         planned = self.bytes_with(schedule, self.format, self.strategy["moments_dtype"])
-        moment_bytes = 8 if self.strategy["moments_dtype"] == "float32" else 4
-        work = work_of(
-            self.groups,
-            self.format,
-            tokens=self.tokens,
-            batches=self.batches,
-            flops_per_token=self.flops.model,
-            block_flops_per_token=self.flops.blocks * (1 - self.kept_graphs[0] / self.units),
-            moment_bytes=moment_bytes,
-        )
+        work = on_device(self._work(kept=self.kept_graphs[0]), self.device_update[0])
         predicted = forecast(work, self.machine, schedule, self.measured)
         fits_host = planned.host_bytes <= self.machine.host_bytes
         device = planned.device
@@ -351,6 +395,7 @@ class Planner:
                 **device,
                 "activations and kernels": max(0, self.peak - planned.device_bytes),
                 "kept graphs": self.kept_graphs[1],
+                "updates on the device": self.device_update[1],
             }
         device_bytes = sum(device.values())
         device_memory = self._device_limit()
@@ -371,6 +416,7 @@ class Planner:
             "device_bytes_by_item": device,
             "activations_counted": self.peak is not None,
             "kept_graphs": self.kept_graphs[0],
+            "updated_on_device": self.device_update[0],
             "best": {
                 "microbatch": self.microbatch,
                 "recompute": self._least_recompute(schedule),

@@ -75,16 +75,6 @@ def print_sweep(runs: Sequence[tuple[str, TrainReport]]) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
-def peak_host_rss() -> int | None:
-    """Return the largest resident size of this process so far, in bytes; None where the system does not tell."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def _change(pair: tuple[float | None, float | None], form: str) -> str:
     return "-" if pair == (None, None) else f"{_known(pair[0], form)} -> {_known(pair[1], form)}"
 

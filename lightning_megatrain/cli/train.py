@@ -17,11 +17,12 @@ from lightning.pytorch.loggers import CSVLogger
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import DataLoader
 
+from lightning_megatrain.callbacks.measure import peak_host_rss
 from lightning_megatrain.callbacks.throughput import Throughput
 from lightning_megatrain.checkpoint.files import is_local
 from lightning_megatrain.checkpoint.huggingface import export_huggingface
 from lightning_megatrain.cli.app import UserError, run_app
-from lightning_megatrain.cli.report import TrainReport, peak_host_rss, print_sweep
+from lightning_megatrain.cli.report import TrainReport, print_sweep
 from lightning_megatrain.cli.values import check_values
 
 _runs: list[tuple[str, TrainReport]] = []

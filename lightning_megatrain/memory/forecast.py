@@ -1,7 +1,7 @@
 """Seconds of a step, predicted from what a machine can do: the other half of the plan."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_megatrain.memory.layout import Group
@@ -111,6 +111,27 @@ def work_of(
         pushed_bytes=trainable * wire,
         update_bytes=trainable * (UPDATE_BYTES[store_format] - 2 * (8 - moment_bytes)),
         last_bytes=max((g.layout.trainable_numel for g in groups if g.resident), default=0) * wire,
+    )
+
+
+def waited_update(
+    work: Work, machine: Machine, schedule: Schedule, measured: tuple[float, float] | None = None
+) -> float:
+    """Which part of the host's update a step would wait for, 0 to 1; arguments as of :func:`forecast`."""
+    whole = forecast(work, machine, schedule, measured)
+    without = forecast(replace(work, update_bytes=0, last_bytes=0), machine, schedule, measured)
+    return min(1.0, (whole.step - without.step) / whole.update) if whole.update else 0.0
+
+
+def on_device(work: Work, part: float) -> Work:
+    """The work with ``part`` of the parameters, those that are updated last among them, living on the device."""
+    host = 1 - part
+    return replace(
+        work,
+        fetched_bytes=int(work.fetched_bytes * host),
+        pushed_bytes=int(work.pushed_bytes * host),
+        update_bytes=int(work.update_bytes * host),
+        last_bytes=0 if part else work.last_bytes,
     )
 
 

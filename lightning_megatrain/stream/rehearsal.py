@@ -191,20 +191,20 @@ def step_seconds(
     store = _EmptyStore(make_groups(model, modules), settings.store_format, torch.device("cpu"), pin=True)
     for memory in (store.wire_memory, store.slab_memory):  # drawn on the device, which is faster
         memory.copy_(torch.randn(memory.numel(), dtype=memory.dtype, device=device) * 0.02)
-    engine = _engine(model, list(modules.values()), settings, store, Streams.on(device), compute_context)
+    streams = Streams.on(device)
+    engine = _engine(model, list(modules.values()), settings, store, streams, compute_context)
 
     def run() -> Tensor:
         with step_context():
             return loss(device)
 
     _step(engine, run, close=False)  # kernels are chosen, and the allocator learns what is needed
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-    torch.cuda.synchronize(device)
-    marks[0].record()
-    _step(engine, run, after_forward=marks[1].record)
-    marks[2].record()
-    torch.cuda.synchronize(device)
-    forward, backward = (a.elapsed_time(b) / 1e3 for a, b in pairwise(marks))
+    streams.synchronize()
+    marks = [streams.mark()]
+    _step(engine, run, after_forward=lambda: marks.append(streams.mark()))
+    marks.append(streams.mark())
+    streams.synchronize()
+    forward, backward = (b.seconds() - a.seconds() for a, b in pairwise(marks))
     return StepSeconds(forward, backward)
 
 

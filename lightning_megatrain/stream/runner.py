@@ -165,7 +165,7 @@ class Runner:
                     leaves, outputs = kept.take()
                 else:
                     with conditions.numerics():
-                        leaves, outputs = self._run(call, slices.take(tensors, part), needs)
+                        leaves, outputs = self._run(call, slices.take(tensors, part), needs, verb="recompute")
                 shapes = [o.shape for o in outputs]
                 if slices.is_last(part) and shapes != (call.output_shapes or shapes):
                     raise RuntimeError(
@@ -190,14 +190,16 @@ class Runner:
                 del leaves, outputs, pairs, targets, found  # likewise
         return for_inputs.result(), for_parameters.result()
 
-    def _run(self, call: Call, tensors: Sequence[Tensor], needs: Sequence[bool]) -> tuple[list[Tensor], list[Tensor]]:
+    def _run(
+        self, call: Call, tensors: Sequence[Tensor], needs: Sequence[bool], verb: str = "forward"
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Run the bound block with gradients on; returns the leaves that stand for its inputs, and its outputs."""
         leaves = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
         with (
             torch.enable_grad(),
             no_autocast_cache(),
             self._compute_context(),
-            self._streams.span("compute", f"forward {call.unit.name}"),
+            self._streams.span("compute", f"{verb} {call.unit.name}"),
         ):
             output, outputs = Output.of(call.run(leaves))
         if not outputs:

@@ -15,14 +15,14 @@ from lightning_megatrain.stream.residents import Residents
 from lightning_megatrain.stream.sink import DeviceUpdates
 from lightning_megatrain.stream.streams import Streams
 
-_RESERVE = 1.15
+RESERVE = 1.15
 """Groups are taken for so many times the update that was waited for: what is left must end in time, too."""
 
 _FIRST, _EVERY, _LAST = 3, 2, 17
 """Steps at whose beginning the one before is judged: not the first ones, which compile and allocate, and not one in
 which groups were taken."""
 
-_WORTH = 0.02
+WORTH = 0.02
 """Part of a step that must have been waited for an update to do anything about it."""
 
 
@@ -95,7 +95,7 @@ class DeviceShare:
         now = (time.perf_counter(), self._updates.waited, self._updates.busy)
         step, waited, busy = (a - b for a, b in zip(now, self._before, strict=True))
         self._before = now
-        return min(1.0, waited / busy) if busy > 0 and waited > _WORTH * step else 0.0
+        return min(1.0, waited / busy) if busy > 0 and waited > WORTH * step else 0.0
 
     def cost(self, group: Group) -> int:
         """Device bytes that holding a group takes."""
@@ -110,7 +110,7 @@ class DeviceShare:
         # last to begin; then units in forward order, whose new weights are needed first.
         order = sorted(self._store.groups, key=lambda g: not g.resident)
         free = [g for g in order if g.index not in self._wanted and self._updates.may_hold(g)]
-        left = excess * _RESERVE * sum(g.layout.trainable_numel for g in free)
+        left = excess * RESERVE * sum(g.layout.trainable_numel for g in free)
         taken = 0
         for group in free:
             if left <= 0 or taken + self.cost(group) > spare:

@@ -145,8 +145,12 @@ class HostGradients:
         return self._wide_slabs
 
     def _take_slab(self, group: int) -> Tensor:
-        while (slab := self._ring(group).take(timeout=1.0)) is None:
-            self._worker.require()  # a dead worker gives no slab back
+        ring = self._ring(group)
+        if (slab := ring.take(timeout=0)) is not None:
+            return slab
+        with self._worker.span("wait", f"slab {self._groups[group].name}"):
+            while (slab := ring.take(timeout=1.0)) is None:
+                self._worker.require()  # a dead worker gives no slab back
         return slab
 
     def landed(
@@ -207,6 +211,10 @@ class HostGradients:
 
     def _add(self, group: int, target: Tensor, source: Tensor, held: list[bool], present: list[bool]) -> None:
         """``target += source`` where a parameter has both; its first gradient replaces what lies there."""
+        with self._worker.span("update", f"sum {self._groups[group].name}"):
+            self._add_parts(group, target, source, held, present)
+
+    def _add_parts(self, group: int, target: Tensor, source: Tensor, held: list[bool], present: list[bool]) -> None:
         if all(held) and all(present):
             accumulate_(target, source, threads=self._threads)
             return

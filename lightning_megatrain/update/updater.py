@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -258,9 +258,13 @@ class Updater:
         self._midway = True
         self._updated.add(group)
         self._store.versions[group] += 1
-        self._updates[0].update(
-            self._store.groups[group], self._settings, found.gradients, found.present, memory=found.memory
-        )
+        with self._on_compute(self._store.groups[group]):
+            self._updates[0].update(
+                self._store.groups[group], self._settings, found.gradients, found.present, memory=found.memory
+            )
+
+    def _on_compute(self, group: Group) -> AbstractContextManager[object]:
+        return self.worker.span("compute", f"update {group.name}", 4 * group.layout.trainable_numel)
 
     def may_hold(self, group: Group) -> bool:
         """Whether a group can be updated on the device.
@@ -390,7 +394,8 @@ class Updater:
             for group in groups:
                 self.before_update(group)
             self._seed_moments(optimizer)
-            optimizer.step()
+            with self.worker.span("update", "update", 4 * sum(p.numel() for p in self._parameters_of(optimizer))):
+                optimizer.step()
             for group in groups:
                 self._store.versions[group] += 1
             return
@@ -418,7 +423,8 @@ class Updater:
             group = self._store.groups[index]
             present = [here and p in settings for p, here in zip(group.parameters, found.present, strict=False)]
             self._store.versions[index] += 1
-            update.update(group, settings, found.gradients, present, scale, found.memory)
+            with self._on_compute(group):
+                update.update(group, settings, found.gradients, present, scale, found.memory)
         self._on_device.clear()
         for group in sorted(self._store.groups, key=lambda g: not g.resident):
             present = []
@@ -440,7 +446,8 @@ class Updater:
         """On the worker."""
         self.before_update(group.index)
         began = time.perf_counter()
-        update.update(group, *arguments)
+        with self.worker.span("update", f"update {group.name}", 4 * group.layout.trainable_numel):
+            update.update(group, *arguments)
         self.busy += time.perf_counter() - began
 
     def _finish(self, optimizer: Optimizer) -> None:

@@ -66,6 +66,7 @@ def measure(wanted: dict[str, str]) -> dict[str, Any]:
         f"data.batch_size={wanted['rows']}",
         f"strategy.microbatch={wanted.get('microbatch', 'null')}",
         "strategy.recompute=always",
+        "strategy.device_update=never",
         f"trainer.gradient_clip_val={wanted.get('clip', 'null')}",
         "optim.warmup_steps=0",
     ]
@@ -98,7 +99,7 @@ def measure(wanted: dict[str, str]) -> dict[str, Any]:
         max_steps=STEPS,
         precision=cfg.precision.lightning,
         gradient_clip_val=cfg.trainer.gradient_clip_val,
-        strategy=MegaTrainStrategy(microbatch=cfg.strategy.microbatch, recompute="always"),
+        strategy=MegaTrainStrategy(microbatch=cfg.strategy.microbatch, recompute="always", device_update="never"),
         callbacks=[clock],
         logger=False,
         enable_checkpointing=False,

@@ -166,9 +166,25 @@ def test_the_best_settings_fit(planned):
     assert kept["compute_s"] == few["compute_s"] < always["compute_s"]
 
 
+def test_updates_that_would_be_waited_for_move_to_the_device(planned):
+    base = ("model=qwen2_5_7b", "host=workstation_128gb", "data.seq_len=2048", "data.batch_size=16")
+    base += ("precision=bf16_mixed", "gpu=h200", "output=json", "strategy.microbatch=8", "trainer.gradient_clip_val=1")
+    home, moved = (planned(*base, f"strategy.device_update={choice}") for choice in ("never", "auto"))
+    assert home["updated_on_device"] == 0
+    assert 0.2 < moved["updated_on_device"] < 0.9
+    assert moved["step_s"] < 0.8 * home["step_s"]
+    assert moved["update_s"] == pytest.approx(home["update_s"] * (1 - moved["updated_on_device"]), rel=1e-3)
+    assert moved["kept_graphs"] < home["kept_graphs"]
+    assert moved["device_bytes"] <= moved["device_available_bytes"]
+    small = planned(*base, "strategy.device_memory=24GiB")
+    assert small["updated_on_device"] < moved["updated_on_device"]
+    hidden = planned(*base, "trainer.gradient_clip_val=null", "data.batch_size=64", "strategy.recompute=always")
+    assert hidden["updated_on_device"] < 0.1
+
+
 def test_graphs_are_kept_within_the_limit(planned):
     base = ("model=qwen2_5_7b", "host=workstation_128gb", "data.seq_len=2048", "data.batch_size=8")
-    base += ("precision=bf16_mixed", "gpu=h200", "output=json")
+    base += ("precision=bf16_mixed", "gpu=h200", "output=json", "strategy.device_update=never")
     plans = [planned(*base, f"strategy.device_memory={limit}GiB") for limit in (16, 30, 50)]
     assert 0 <= plans[0]["kept_graphs"] < plans[1]["kept_graphs"] < plans[2]["kept_graphs"]
     for plan in plans:

@@ -62,7 +62,7 @@ def test_peak_device_memory_is_within_five_percent_and_never_under(planned, over
         max_steps=3,
         precision=cfg.precision.lightning,
         gradient_clip_val=cfg.trainer.gradient_clip_val,
-        strategy=MegaTrainStrategy(microbatch=cfg.strategy.microbatch, recompute="always"),
+        strategy=MegaTrainStrategy(microbatch=cfg.strategy.microbatch, recompute="always", device_update="never"),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
