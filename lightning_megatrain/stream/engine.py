@@ -88,7 +88,9 @@ class Engine:
         self._saved = saved
         self._last: weakref.ref[Call] | None = None
         self.budget = budget or Budget()
-        self._runner = Runner(streams, self._bound, self.budget, SliceRows(microbatch), saved, compute_context)
+        self._runner = Runner(
+            streams, self._bound, self.budget, self._relieve, SliceRows(microbatch), saved, compute_context
+        )
         dtype = store.format.wire_dtype
         self.updates = updates
         self.share = None
@@ -376,6 +378,14 @@ class Engine:
         if wanted:
             self._push(unit, [next(made) if flag else None for flag in flags[:count]])
         return inputs + for_shared
+
+    def _relieve(self) -> bool:
+        """Device memory ran out: give back what was spent on speed. Whether there was any."""
+        if self.budget.relieve():
+            return True
+        freed = self.share.give_back() if self.share is not None else 0
+        self.budget.reserve(-freed)
+        return freed > 0
 
     def _bound(self, unit: Unit, expected: Sequence[int]) -> contextlib.AbstractContextManager[Slot]:
         # Outside a step nobody says when the host's weights change, so no slot is trusted twice.

@@ -82,6 +82,7 @@ class SavedInputs:
         self._host_limit = host_limit
         self._free: dict[int, list[_Buffer]] = {}
         self._under_way: deque[tuple[Copy, int]] = deque()
+        self._fetching: dict[int, Copy] = {}
         self._seen: dict[int, weakref.ref[Tensor]] = {}
         self._static = 0
         self.nbytes = 0
@@ -90,7 +91,12 @@ class SavedInputs:
     def begin(self) -> None:
         """A batch starts."""
         self._seen.clear()
-        self._under_way.clear()
+        while self._under_way:
+            self._finish()
+        # What was fetched for a backward that never came: its memory may go when the copies into it are done.
+        for copy in self._fetching.values():
+            self._streams.compute_after(copy.done)
+        self._fetching.clear()
         self._static = self._memory.allocated() if self._memory is not None else 0
 
     def put(self, tensors: Sequence[Tensor]) -> list[SavedOnHost]:
@@ -147,6 +153,7 @@ class SavedInputs:
                 after = [self._streams.record(), one.pushed.done]  # what had the target's memory is done with it
                 with self._streams.span("fetch", "fetch input", target.nbytes):
                     one.fetched = self._streams.copy("fetch", target, one.host, after=after)
+                self._fetching[id(one)] = one.fetched
 
     def get(self, saved: Sequence[SavedOnHost], tensors: Sequence[Tensor]) -> list[Tensor]:
         """All tensors of a use, in order: those that were saved on the host, and ``tensors``, the others."""
@@ -155,6 +162,7 @@ class SavedInputs:
         for one in saved:
             assert one.fetched is not None
             self._streams.compute_after(one.fetched.done)
+            del self._fetching[id(one)]
             back[one.position] = one.fetched.target
             one.buffer.read = one.fetched.done
             one.fetched = None

@@ -13,7 +13,8 @@ from lightning_megatrain.memory.store import GroupMemory, Store
 from lightning_megatrain.stream.gradients import fill
 from lightning_megatrain.stream.residents import Residents
 from lightning_megatrain.stream.sink import DeviceUpdates
-from lightning_megatrain.stream.streams import Streams
+from lightning_megatrain.stream.staging import Staging
+from lightning_megatrain.stream.streams import Copy, Event, Streams
 
 RESERVE = 1.15
 """Groups are taken for so many times the update that was waited for: what is left must end in time, too."""
@@ -24,6 +25,9 @@ which groups were taken."""
 
 WORTH = 0.02
 """Part of a step that must have been waited for an update to do anything about it."""
+
+_HELPED = 0.8
+"""Taking more has helped if no more than this part of the waiting is left."""
 
 
 @dataclass(eq=False)
@@ -70,6 +74,7 @@ class DeviceShare:
         self._updates = updates
         self._at_once = at_once
         self._steps = 0
+        self._waited_for: float | None = None  # seconds that made us take more, until it is seen whether that helped
         self._before = (0.0, 0.0, 0.0)  # when the last step began: the clock, seconds waited, seconds of updates
 
     def begin(self, spare: int) -> int:
@@ -81,21 +86,25 @@ class DeviceShare:
         Returns:
             Bytes that were taken beyond those of earlier steps.
         """
-        judged = self._steps in range(_FIRST, _LAST, _EVERY)
-        excess = self._excess()
-        grown = self._grow(excess, spare) if judged and excess > 0 else 0
-        for index in self._wanted:
-            if index not in self.held:
-                self._take(self._store.groups[index])
+        self.begin_backward()  # gradients of the last step are used
+        step, waited, busy = self._last_step()
+        grown = 0
+        if self._steps in range(_FIRST, _LAST, _EVERY) and waited > WORTH * step and busy > 0:
+            if self._waited_for is not None and waited > _HELPED * self._waited_for:
+                self._steps = _LAST  # what is waited for is something else
+            else:
+                grown = self._grow(min(1.0, waited / busy), spare)
+                self._waited_for = waited if grown else None
         self._steps += 1
+        self._take_wanted()
         return grown
 
-    def _excess(self) -> float:
-        """Which part of the host's updates the last step waited for; 0 where that is not worth anything."""
+    def _last_step(self) -> tuple[float, float, float]:
+        """Of the last step, seconds: in all, waited for updates of the host, and those updates' own."""
         now = (time.perf_counter(), self._updates.waited, self._updates.busy)
         step, waited, busy = (a - b for a, b in zip(now, self._before, strict=True))
         self._before = now
-        return min(1.0, waited / busy) if busy > 0 and waited > WORTH * step else 0.0
+        return step, waited, busy
 
     def cost(self, group: Group) -> int:
         """Device bytes that holding a group takes."""
@@ -113,31 +122,45 @@ class DeviceShare:
         left = excess * RESERVE * sum(g.layout.trainable_numel for g in free)
         taken = 0
         for group in free:
-            if left <= 0 or taken + self.cost(group) > spare:
+            if left <= 0:
                 break
+            if taken + self.cost(group) > spare:
+                continue
             self._wanted.append(group.index)
             taken += self.cost(group)
             left -= group.layout.trainable_numel
         return taken
 
-    def _take(self, group: Group) -> None:
+    def _take_wanted(self) -> None:
+        """Bring what is to be held and is not. Where the device turns out to be full, the host keeps the rest."""
+        missing = [self._store.groups[index] for index in self._wanted if index not in self.held]
+        if not missing:
+            return
+        staging = Staging(self._streams)
+        try:
+            for group in missing:
+                self._take(group, staging)
+        except torch.OutOfMemoryError:
+            self._wanted = list(self.held)
+            self._steps = _LAST
+        finally:
+            staging.close()
+
+    def _take(self, group: Group, staging: Staging) -> None:
         self._updates.wait_updated(group.index)
         home = self._host(group)
         flat = self._residents.flat(group) if group.resident else self._empty(home.wire)
-        memory = GroupMemory(flat, *(self._empty(tensor) for tensor in home[1:]))
-        made = self._streams.record()  # what had this memory before is done with it
+        held = Held(group, GroupMemory(flat, *(self._empty(tensor) for tensor in home[1:])))
+        if group.resident or not self._at_once:
+            self._gradient(held)  # now, for in the backward there is no way out if it does not fit
         with self._streams.span("fetch", f"take {group.name}", sum(t.nbytes for t in home)):
-            copies = [
-                self._streams.copy("fetch", there, here, after=[made]) for there, here in zip(memory, home, strict=True)
-            ]
-        for copy in copies:
-            self._streams.compute_after(copy.done)
+            staging.to_device(held.memory, home)
         if group.resident:
             views = self._residents.views(group)
         else:
-            slot = self.slots[group.index] = Slot(flat, group.index, filled=copies[0])
+            slot = self.slots[group.index] = Slot(flat, group.index, filled=Copy(flat, home.wire, Event()))
             views = slot.views_of(group)
-        self.held[group.index] = Held(group, memory)
+        self.held[group.index] = held
         self._store.lent[group.index] = views
         self._store.show(group)
 
@@ -179,22 +202,37 @@ class DeviceShare:
             held.filled = False
 
     def recall(self) -> None:
-        """Bring everything home: the host's bytes are the true ones, until the next :meth:`take`."""
-        for held in list(self.held.values()):
-            group = held.group
-            self._updates.before_update(group.index)
-            made = self._streams.record()
-            with self._streams.span("push", f"recall {group.name}", sum(t.nbytes for t in held.memory)):
-                copies = [
-                    self._streams.copy("push", here, there, after=[made])
-                    for here, there in zip(self._host(group), held.memory, strict=True)
-                ]
-            for copy in copies:
-                copy.done.wait()
-            del self.held[group.index], self._store.lent[group.index]
-            self.slots.pop(group.index, None)
-            self._store.versions[group.index] += 1
-            self._store.show(group)
+        """Bring everything home: the host's bytes are the true ones, until the next :meth:`begin`."""
+        self._bring_home(list(self.held.values()))
+
+    def give_back(self) -> int:
+        """In a step whose memory ran out: bring home units that are neither bound nor have gradients, for good.
+
+        Returns:
+            Device bytes that are free again.
+        """
+        idle = [self.held[i] for i, slot in self.slots.items() if not self.held[i].filled and not slot.users]
+        if idle:
+            self._steps = _LAST
+            self._bring_home(idle)
+            self._wanted = list(self.held)
+        return sum(self.cost(held.group) for held in idle)
+
+    def _bring_home(self, groups: Sequence[Held]) -> None:
+        if not groups:
+            return
+        staging = Staging(self._streams)
+        try:
+            for held in groups:
+                group = held.group
+                self._updates.before_update(group.index)
+                with self._streams.span("push", f"recall {group.name}", sum(t.nbytes for t in held.memory)):
+                    staging.to_host(self._host(group), held.memory)
+                del self.held[group.index], self._store.lent[group.index]
+                self.slots.pop(group.index, None)
+                self._store.show(group)
+        finally:
+            staging.close()
 
     def _host(self, group: Group) -> GroupMemory:
         return GroupMemory(

@@ -419,13 +419,6 @@ class Updater:
         update = self._updates[self._optimizers.index(optimizer)]
         settings = update.snapshot()
         scale = self._scales.pop(optimizer, 1.0)
-        for index, found in self._on_device.items():
-            group = self._store.groups[index]
-            present = [here and p in settings for p, here in zip(group.parameters, found.present, strict=False)]
-            self._store.versions[index] += 1
-            with self._on_compute(group):
-                update.update(group, settings, found.gradients, present, scale, found.memory)
-        self._on_device.clear()
         for group in sorted(self._store.groups, key=lambda g: not g.resident):
             present = []
             for index, parameter in enumerate(group.parameters[: group.layout.trainable_count]):
@@ -441,6 +434,14 @@ class Updater:
                 self.worker.submit(
                     group.index, partial(self._update_now, update, group, settings, flat, present, scale)
                 )
+        # Last, for the host's share is on its way meanwhile.
+        for index, found in self._on_device.items():
+            group = self._store.groups[index]
+            present = [here and p in settings for p, here in zip(group.parameters, found.present, strict=False)]
+            self._store.versions[index] += 1
+            with self._on_compute(group):
+                update.update(group, settings, found.gradients, present, scale, found.memory)
+        self._on_device.clear()
 
     def _update_now(self, update: GroupUpdate, group: Group, *arguments: Any) -> None:
         """On the worker."""

@@ -213,8 +213,10 @@ def test_updates_on_the_device_give_the_hosts_bits(update: str, monkeypatch: pyt
     host, _ = run(make, "bf16-mixed", update=update, steps=9, device_update="never", **arguments)
     taken = []
     take = DeviceShare._take
-    monkeypatch.setattr(DeviceShare, "_excess", lambda self: 0.5)
-    monkeypatch.setattr(DeviceShare, "_take", lambda self, group: (taken.append(group.name), take(self, group))[1])
+    monkeypatch.setattr(DeviceShare, "_last_step", lambda self: (1.0, 0.5, 1.0))
+    monkeypatch.setattr(
+        DeviceShare, "_take", lambda self, group, by: (taken.append(group.name), take(self, group, by))[1]
+    )
     device, _ = run(make, "bf16-mixed", update=update, steps=9, **arguments)
     assert len(taken) > 1
     assert_same_bits(host, device)

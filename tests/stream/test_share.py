@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import lightning_megatrain.session
 from lightning_megatrain.memory.device import DeviceMemory
+from lightning_megatrain.stream import staging
 from lightning_megatrain.stream.share import DeviceShare
+from lightning_megatrain.stream.streams import HostStreams
 
 SCHEDULES = ["blocking", "next_forward", "in_backward"]
 
@@ -33,11 +35,11 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Every update is waited for and there is room: by the fourth step `part` of the host's updates move."""
     seen: dict[str, Any] = {"part": 1.0, "held": set(), "recalled": 0}
     monkeypatch.setattr(lightning_megatrain.session, "device_memory", lambda *_: Roomy())
-    monkeypatch.setattr(DeviceShare, "_excess", lambda self: seen["part"] / 1.15)
+    monkeypatch.setattr(DeviceShare, "_last_step", lambda self: (1.0, seen["part"] / 1.15, 1.0))
     take, recall = DeviceShare._take, DeviceShare.recall
 
-    def noted(self: DeviceShare, group: Any) -> None:
-        take(self, group)
+    def noted(self: DeviceShare, group: Any, staging: Any) -> None:
+        take(self, group, staging)
         seen["held"].add(group.name)
 
     def counted(self: DeviceShare) -> None:
@@ -243,6 +245,84 @@ def test_no_more_is_taken_than_there_is_room_for(shared: dict[str, Any], monkeyp
     both(partial(zoo.Encoder, layers=12, log_norm=False), shared, update="blocking", max_steps=8)
     assert 0 < len(shared["held"]) < 13
     assert all(bytes_ <= spare for bytes_, spare in taken)
+
+
+def test_a_device_that_is_full_after_all_keeps_what_it_has(
+    shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty, left = DeviceShare._empty, [10]
+
+    def crowded(self: DeviceShare, like: Tensor) -> Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("planted")
+        return empty(self, like)
+
+    monkeypatch.setattr(DeviceShare, "_empty", crowded)
+    both(partial(zoo.Encoder, layers=6, log_norm=False), shared, update="blocking")
+    assert len(shared["held"]) == 2  # residents with three tensors, a unit with four, and a unit that failed
+
+
+class Crowded(zoo.Encoder):
+    """Memory runs out in one forward or backward of a block, once."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(layers=4, log_norm=False)
+        self.at, self.passes = at, 0
+        for layer in self.net.layers:
+            inner = layer.linear1.forward
+
+            def forward(x: Tensor, inner: Any = inner) -> Tensor:
+                out = inner(x)
+                if out.requires_grad:
+                    out.register_hook(self.check)
+                return self.check(out)
+
+            layer.linear1.forward = forward
+
+    def check(self, value: Tensor) -> Tensor:
+        self.passes += 1
+        if self.passes == self.at:
+            raise torch.OutOfMemoryError("planted")
+        return value
+
+
+@pytest.mark.parametrize("update", SCHEDULES)
+@pytest.mark.parametrize("at", [2, 5, 9])  # of the 12 passes of a step, whose first four are forward
+def test_under_pressure_units_go_home_within_the_step(at: int, update: str, shared: dict[str, Any]) -> None:
+    strategy = {"update": update, "recompute": "always"}
+    arguments = {"precision": "bf16-mixed", "max_steps": 7}
+    a, trainer_a = fit(partial(Crowded, -1), MegaTrainStrategy(device_update="never", **strategy), **arguments)
+    b, trainer_b = fit(partial(Crowded, 5 * 12 + at), MegaTrainStrategy(**strategy), **arguments)
+    assert shared["held"]
+    assert_same_bits(a, b)
+    assert_same_optimizer_bits(trainer_a, trainer_b)
+
+
+def test_no_more_is_taken_when_it_does_not_help(shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What steps wait for may be something that moving groups does not shorten."""
+    shared["part"] = 0.3
+    monkeypatch.setattr(DeviceShare, "_last_step", lambda self: (1.0, 0.3, 1.0))
+    make = partial(zoo.Encoder, layers=9, log_norm=False)
+    fit(make, MegaTrainStrategy(update="blocking"), precision="bf16-mixed", max_steps=12)
+    first = len(shared["held"])
+    shared["held"].clear()
+    waits = iter([(1.0, w, 1.0) for w in (0, 0, 0, 0.3, 0, 0.2, 0, 0.1, 0, 0, 0, 0)])
+    monkeypatch.setattr(DeviceShare, "_last_step", lambda self: next(waits))
+    fit(make, MegaTrainStrategy(update="blocking"), precision="bf16-mixed", max_steps=12)
+    assert 0 < first < len(shared["held"]) < 10
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000])
+def test_staged_copies_of_any_length(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_BYTES", 64)
+    through = staging.Staging(HostStreams(torch.device("cpu")))
+    sources = [torch.randn(size), torch.randint(-99, 99, (size,), dtype=torch.int16), torch.randn(0)]
+    for move in (through.to_device, through.to_host):
+        targets = [torch.zeros_like(s) for s in sources]
+        move(targets, sources)
+        assert all(torch.equal(t, s) for t, s in zip(targets, sources, strict=True))
+    through.close()
 
 
 def test_an_error_while_groups_are_away_leaves_an_ordinary_module(shared: dict[str, Any]) -> None:
