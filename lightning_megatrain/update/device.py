@@ -9,6 +9,7 @@ import struct
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -75,7 +76,11 @@ def _kernel_for(device: torch.device) -> DeviceKernel | None:
 
 
 def _compile() -> DeviceKernel:
-    compiled = torch.cuda._compile_kernel(SOURCE.read_text(), "adam_split", nvcc_options=list(_FLAGS))
+    from torch.utils import cpp_extension  # slow to import
+
+    # torch looks for the headers of a CUDA toolkit, which need not be there: the source includes nothing.
+    with mock.patch.object(cpp_extension, "include_paths", lambda *args, **kwargs: []):
+        compiled = torch.cuda._compile_kernel(SOURCE.read_text(), "adam_split", nvcc_options=list(_FLAGS))
 
     def run(high: Tensor, low: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: AdamCoefficients) -> None:
         for start in range(0, grad.numel(), _MOST):
