@@ -159,7 +159,10 @@ class Checkpoints:
             if failed is not None and sys.exc_info()[1] is None:
                 raise failed
             if failed is not None:  # somebody rescues what can be rescued: their error counts
-                rank_zero_warn(f"The checkpoint before this one was not written: {failed!r}")
+                rank_zero_warn(
+                    f"The checkpoint before this one was not written ({failed!r}); see to the cause before you rely on "
+                    "later ones."
+                )
 
     def _save(
         self,
@@ -262,14 +265,18 @@ class Checkpoints:
             recover(Path(path).absolute())
             remove_leftovers(Path(path).absolute().parent)
         if not os.path.exists(path):
-            raise FileNotFoundError(f"Checkpoint {os.fspath(path)} does not exist.")
+            raise FileNotFoundError(
+                f"Checkpoint {os.fspath(path)} does not exist; set ckpt_path to a .ckpt file or a sharded folder."
+            )
         if is_sharded(path):
             checkpoint = read_sharded(Path(path), weights_only=weights_only)
         else:
             checkpoint = read_single(path, weights_only=weights_only)
         missing = [key for key in ("state_dict", "pytorch-lightning_version") if key not in checkpoint]
         if missing:
-            raise ValueError(f"{self._source} has no {missing[0]!r}, so it is not a Lightning checkpoint.")
+            raise ValueError(
+                f"{self._source} has no {missing[0]!r}, so it is not a Lightning checkpoint; use another one."
+            )
         return checkpoint
 
     def load_model(

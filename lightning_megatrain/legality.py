@@ -64,7 +64,7 @@ def announce_copies(trainer: Trainer, store_format: StoreFormat) -> None:
         if isinstance(callback, kinds):
             rank_zero_warn(
                 f"{type(callback).__name__} keeps an average{what} in a second copy of the model: {format_bytes(size)} "
-                "of host memory that the plan does not count."
+                "of host memory that the plan does not count; leave room for it, or leave the callback out."
             )
 
 

@@ -105,7 +105,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     strategy_name = "megatrain"
 
     update_thread_on_cpu = False
-    """Run updates on the worker thread even where the CPU is the device; slower there, for tests."""
+    """Run updates on the worker thread even where the CPU is the device: slower there, to show and to test the overlap."""
 
     def __init__(
         self,

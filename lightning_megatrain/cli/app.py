@@ -33,7 +33,9 @@ def config_dir() -> Path:
     for candidate in candidates:
         if (candidate / "train.yaml").is_file():
             return candidate.resolve()
-    raise FileNotFoundError(f"The configs of lightning_megatrain are in none of {[str(c) for c in candidates]}.")
+    raise FileNotFoundError(
+        f"The configs of lightning_megatrain are in none of {[str(c) for c in candidates]}; install the package again."
+    )
 
 
 def run_app(task: Callable[[DictConfig], Any], *, command: str, config_name: str, argv: Sequence[str]) -> None:

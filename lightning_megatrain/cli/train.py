@@ -81,7 +81,10 @@ def train(cfg: DictConfig) -> float:
     _runs.append((" ".join(HydraConfig.get().overrides.task), report))
     if cfg.export is not None:
         if checkpoint is None:
-            raise UserError(f"export={cfg.export} needs a checkpoint to be made of, and none was written.")
+            raise UserError(
+                f"export={cfg.export} needs a checkpoint to be made of, and none was written; set callbacks.checkpoint "
+                "so that it saves one, or leave export out."
+            )
         print(f"exported {export_huggingface(checkpoint, out=cfg.export).path}")
     return after.get("val_loss", float("nan"))
 

@@ -110,7 +110,8 @@ class StdlibBytes(L.LightningDataModule):
             raise ValueError("data.batch_size, data.val_batch_size and data.val_windows must be at least 1.")
         if max_train_bytes < seq_len * batch_size:
             raise ValueError(
-                f"data.max_train_bytes={max_train_bytes} does not fill one batch of {batch_size} x {seq_len} bytes."
+                f"data.max_train_bytes={max_train_bytes} does not fill one batch of {batch_size} x {seq_len} bytes; "
+                f"set {batch_size * seq_len} or more."
             )
         self.vocab_size = vocab_size
         self.seq_len = seq_len

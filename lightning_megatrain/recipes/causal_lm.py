@@ -256,7 +256,8 @@ def build_model(arch: str | None, config: Mapping[str, Any], *, seed: int) -> Pr
     try:
         model_config = AutoConfig.for_model(arch, **config)
     except Exception as error:  # its type differs between releases of transformers
-        raise ValueError(f"model.config does not suit model.arch={arch!r}: {error.__cause__ or error}") from error
+        reason = error.__cause__ or error
+        raise ValueError(f"model.config does not suit model.arch={arch!r} ({reason}); correct it.") from error
     model_config.dtype = None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -156,7 +156,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
         if ctx.gradients is None:
-            raise RuntimeError("The loss's gradients were used already; compute the loss again for another backward.")
+            raise RuntimeError("The loss's gradients were used already; compute it again for another backward().")
         (hidden, *of_head), ctx.gradients = ctx.gradients, None
         gradient = gradient if ctx.divisor is None else gradient / ctx.divisor
         # In fp32, and the head's are rounded once: a third of the loss is no third in bf16.

@@ -92,7 +92,9 @@ def pack(lengths: Tensor, row_len: int, *, seed: int) -> list[Tensor]:
         ValueError: if a sequence is longer than a row.
     """
     if len(lengths) and int(lengths.max()) > row_len:
-        raise ValueError(f"A sequence of {int(lengths.max())} tokens does not fit into a row of {row_len}.")
+        raise ValueError(
+            f"A sequence of {int(lengths.max())} tokens does not fit into a row of {row_len}; set longer rows."
+        )
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(lengths), generator=generator)
     order = order[torch.argsort(lengths[order], descending=True, stable=True)]

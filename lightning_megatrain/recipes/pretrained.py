@@ -116,7 +116,7 @@ class Pretrained:
             config = AutoConfig.for_model(self.arch, **rest, **{k: v for k, v in given.items() if v is not None})
         except Exception as error:  # its type differs between releases of transformers
             reason = error.__cause__ or error
-            raise ValueError(f"model.config does not suit model.arch={self.arch!r}: {reason}") from error
+            raise ValueError(f"model.config does not suit model.arch={self.arch!r} ({reason}); correct it.") from error
         return _plain(config).get("rope_parameters")
 
     def load(self) -> PreTrainedModel:

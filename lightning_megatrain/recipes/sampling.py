@@ -65,7 +65,7 @@ def continue_tokens(
         ValueError: if the prompt is empty.
     """
     if prompt.shape[1] == 0:
-        raise ValueError("The prompt must hold at least one token.")
+        raise ValueError(f"The prompt has shape {tuple(prompt.shape)}, and must hold at least one token.")
     # Drawing on the CPU makes the result independent of the device for equal logits.
     generator = torch.Generator().manual_seed(sampling.seed)
     tokens = prompt

@@ -110,7 +110,8 @@ class Budget:
             self._most = len(live) * 3 // 4
             warnings.warn(
                 f"Device memory ran out with the graphs of {len(live)} units kept; they are computed again in this "
-                f"step, and at most {self._most} are kept from now on.",
+                f"step, and at most {self._most} are kept from now on; set a smaller device_memory to "
+                "keep fewer at once.",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -39,7 +39,9 @@ class CompiledForward:
             cause = getattr(error, "inner_exception", error)
             reason = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
             warnings.warn(
-                f"Unit {self._unit!r} could not be compiled and runs as it is: {reason.rstrip('.')}.", stacklevel=2
+                f"Unit {self._unit!r} could not be compiled and runs as it is ({reason.rstrip('.')}); change what "
+                "torch.compile stumbles over, or set MegaTrainStrategy(compile=False).",
+                stacklevel=2,
             )
             self._compiled = None
             return self._eager(*args, **kwargs)

@@ -153,7 +153,8 @@ class Engine:
         """Take everything off the model; its parameters' data are host views afterwards."""
         self._take_assigned()
         self.reset()
-        self.recall()
+        if self.share is not None:
+            self.share.close()
         for unit in self.units:
             uninstall(unit)
         for handle in self._hooks:

@@ -13,6 +13,7 @@ from lightning_megatrain.memory.store import GroupMemory, Store
 from lightning_megatrain.stream.gradients import fill
 from lightning_megatrain.stream.residents import Residents
 from lightning_megatrain.stream.sink import DeviceUpdates
+from lightning_megatrain.stream.spans import Span
 from lightning_megatrain.stream.staging import Staging
 from lightning_megatrain.stream.streams import Copy, Event, Streams
 
@@ -25,6 +26,9 @@ which groups were taken."""
 
 WORTH = 0.02
 """Part of a step that must have been waited for an update to do anything about it."""
+
+_CAUSES = ("update", "worker", "slab")
+"""What the device waits for when the host's updates are late: one of them, all of them, memory that they still read."""
 
 _HELPED = 0.8
 """Taking more has helped if no more than this part of the waiting is left."""
@@ -58,7 +62,7 @@ class DeviceShare:
         store: the adopted store, in split format.
         streams: the lanes of the device.
         residents: the resident groups, whose weights are on the device in any case.
-        updates: updates held groups, and knows how long steps wait for the host's updates.
+        updates: updates held groups.
         at_once: gradients are used as soon as they are complete, and not when the step ends.
     """
 
@@ -75,7 +79,9 @@ class DeviceShare:
         self._at_once = at_once
         self._steps = 0
         self._waited_for: float | None = None  # seconds that made us take more, until it is seen whether that helped
-        self._before = (0.0, 0.0, 0.0)  # when the last step began: the clock, seconds waited, seconds of updates
+        self._began = time.perf_counter()
+        self._waited = self._busy = 0.0  # seconds since then that the device waited for updates, and that those took
+        streams.attach(self._note)
 
     def begin(self, spare: int) -> int:
         """A training step begins: take what is wanted, which is more if the step before waited for updates.
@@ -100,11 +106,20 @@ class DeviceShare:
         return grown
 
     def _last_step(self) -> tuple[float, float, float]:
-        """Of the last step, seconds: in all, waited for updates of the host, and those updates' own."""
-        now = (time.perf_counter(), self._updates.waited, self._updates.busy)
-        step, waited, busy = (a - b for a, b in zip(now, self._before, strict=True))
-        self._before = now
-        return step, waited, busy
+        """Seconds of the last step, of the device's waiting for the host's updates in it, and of those updates."""
+        self._streams.collect()
+        now = time.perf_counter()
+        found = now - self._began, self._waited, self._busy
+        self._began, self._waited, self._busy = now, 0.0, 0.0
+        if self._steps >= _LAST:
+            self._streams.detach(self._note)
+        return found
+
+    def _note(self, span: Span) -> None:
+        if span.lane == "update":
+            self._busy += span.seconds
+        elif span.lane == "wait" and span.verb in _CAUSES:
+            self._waited += span.seconds
 
     def cost(self, group: Group) -> int:
         """Device bytes that holding a group takes."""
@@ -200,6 +215,11 @@ class DeviceShare:
         """Gradients of an earlier backward count no more."""
         for held in self.held.values():
             held.filled = False
+
+    def close(self) -> None:
+        """Bring everything home, and look at steps no more."""
+        self.recall()
+        self._streams.detach(self._note)
 
     def recall(self) -> None:
         """Bring everything home: the host's bytes are the true ones, until the next :meth:`begin`."""

@@ -40,7 +40,7 @@ class GradientSink(Protocol):
 
 
 class DeviceUpdates(Protocol):
-    """Who updates groups that the device holds, and knows what the host's updates cost. The engine's sink, as well."""
+    """Who updates groups that the device holds: the engine's sink, as well."""
 
     def made(
         self,
@@ -65,9 +65,3 @@ class DeviceUpdates(Protocol):
     @property
     def moments(self) -> Moments:
         """Host memory of the moments."""
-
-    waited: float
-    """Seconds that steps have waited for updates."""
-
-    busy: float
-    """Seconds that updates have taken."""

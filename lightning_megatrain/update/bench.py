@@ -46,7 +46,7 @@ def bench_host(numel: int = 1 << 26, threads: Threads = "auto", repeats: int = 7
         ValueError: ``threads`` or ``numel`` is not positive.
     """
     if numel < 1:
-        raise ValueError(f"numel={numel}: expected a positive number of parameters.")
+        raise ValueError(f"numel={numel} is not a number of parameters; set 1 or more.")
     plan = plan_threads(threads)
     kernel = get_kernel()
     hyper = AdamScalars(lr=1e-4, weight_decay=0.1)

@@ -79,7 +79,7 @@ def _compile() -> DeviceKernel:
     from torch.utils import cpp_extension  # slow to import
 
     # torch looks for the headers of a CUDA toolkit, which need not be there: the source includes nothing.
-    with mock.patch.object(cpp_extension, "include_paths", lambda *args, **kwargs: []):
+    with mock.patch.object(cpp_extension, "include_paths", return_value=[]):
         compiled = torch.cuda._compile_kernel(SOURCE.read_text(), "adam_split", nvcc_options=list(_FLAGS))
 
     def run(high: Tensor, low: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: AdamCoefficients) -> None:

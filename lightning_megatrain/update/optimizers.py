@@ -304,7 +304,8 @@ def check_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
             if isinstance(value, Tensor) and value.shape != parameter.shape:
                 raise ValueError(
                     f"The checkpoint's {name} has shape {tuple(value.shape)} where the parameter has "
-                    f"{tuple(parameter.shape)}, so it belongs to another model; nothing of it was loaded."
+                    f"{tuple(parameter.shape)}, so it belongs to another model; nothing of it was loaded, so use a "
+                    "checkpoint of this one."
                 )
 
 

@@ -76,7 +76,7 @@ def plan_threads(
     elif isinstance(threads, int) and not isinstance(threads, bool) and threads >= 1:
         count = threads
     else:
-        raise ValueError(f'threads={threads!r}: expected "auto" or a positive integer.')
+        raise ValueError(f'threads={threads!r} must be "auto" or a positive integer.')
 
     cpus = _alternate(topology)[:count]
     if bind and len(cpus) < count:

@@ -1,9 +1,8 @@
 """Gradients in, updated weights out: the schedule of one step's host work."""
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -96,11 +95,6 @@ class Updater:
         self._lay()
         self.before_update: Callable[[int], None] = lambda group: None
         """Called on the worker, or before a blocking step, before a group's weights and state change; may wait."""
-        self.waited = 0.0
-        """Seconds that steps have waited for the host's updates and for nothing else."""
-        self.busy = 0.0
-        """Seconds that the host's updates have taken."""
-        self._landing: Sequence[Landing] = ()  # the copies that were started last
         self._on_device: dict[int, _OnDevice] = {}  # gradients of this backward that wait there
         self._used_outside: set[int] = set()  # groups with parameters that were
         self._overlaps = False  # updates were under way when this step began
@@ -222,7 +216,6 @@ class Updater:
             )
         update = self.schedule == "in_backward" and last
         self.gradients.landed(group, copies, present, last, norm, self._use(group) if update else None)
-        self._landing = copies or self._landing
         if update:
             self._midway = True
             self._updated.add(group)
@@ -299,11 +292,7 @@ class Updater:
         for group in [g for g, found in self._on_device.items() if not found.last]:
             found = self._on_device[group]
             self.made(group, found.gradients, found.memory, [False] * len(found.present), True, found.norm)
-        for copy in self._landing:  # what follows is waiting for the host's update alone
-            copy.done.wait()
-        self._landing = ()
-        with self._waiting():
-            self.worker.wait()
+        self.worker.wait()
         used_outside = [
             (group_, group_.layout.entries[index].name)
             for group_, index, parameter in self.gradients.trainable()
@@ -402,8 +391,7 @@ class Updater:
         Optimizer.profile_hook_step(self._finish if self.schedule == "in_backward" else self._hand_over)(optimizer)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
         if self.schedule == "blocking":
-            with self._waiting():
-                self.worker.wait()
+            self.worker.wait()
 
     def _seed_moments(self, optimizer: Optimizer) -> None:
         """Give parameters that Adam steps for the first time moments that are touched already."""
@@ -446,10 +434,8 @@ class Updater:
     def _update_now(self, update: GroupUpdate, group: Group, *arguments: Any) -> None:
         """On the worker."""
         self.before_update(group.index)
-        began = time.perf_counter()
         with self.worker.span("update", f"update {group.name}", 4 * group.layout.trainable_numel):
             update.update(group, *arguments)
-        self.busy += time.perf_counter() - began
 
     def _finish(self, optimizer: Optimizer) -> None:
         """With ``in_backward`` every group was updated when its gradients landed; now the step is whole."""
@@ -465,18 +451,7 @@ class Updater:
         Raises:
             BaseException: what the worker raised, once.
         """
-        if not self.worker.idle(group):
-            with self._waiting():
-                self.worker.wait(group)
-        self.worker.check()
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.waited += time.perf_counter() - began
+        self.worker.wait(group)
 
     def drain(self) -> None:
         """Block until no update is under way.
@@ -551,7 +526,7 @@ class Updater:
         if self.torn:
             raise RuntimeError(
                 "The last step was left half-way, so weights and optimizer state do not belong together and are not "
-                "saved; go back to an earlier checkpoint."
+                "saved; go back to an earlier checkpoint with Trainer.fit(ckpt_path=...)."
             ) from self.worker.failed
         self._store.recall()
 

@@ -94,7 +94,7 @@ class Worker:
         if self.failed is not None:
             raise RuntimeError(
                 "An update failed half-way before, so weights and optimizer state do not belong together; "
-                "start again from the last checkpoint."
+                "start again from the last checkpoint with Trainer.fit(ckpt_path=...)."
             ) from self.failed
 
     def forget(self) -> None:

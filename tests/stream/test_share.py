@@ -1,5 +1,6 @@
 """Groups that are updated on the device: the bits of the host's update, wherever and whenever they move."""
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 
 import lightning_megatrain.session
 from lightning_megatrain.memory.device import DeviceMemory
-from lightning_megatrain.stream import staging
+from lightning_megatrain.stream import share, staging
 from lightning_megatrain.stream.share import DeviceShare
 from lightning_megatrain.stream.streams import HostStreams
+from lightning_megatrain.update.optimizers import AdamUpdate
 
 SCHEDULES = ["blocking", "next_forward", "in_backward"]
 
@@ -311,6 +313,28 @@ def test_no_more_is_taken_when_it_does_not_help(shared: dict[str, Any], monkeypa
     monkeypatch.setattr(DeviceShare, "_last_step", lambda self: next(waits))
     fit(make, MegaTrainStrategy(update="blocking"), precision="bf16-mixed", max_steps=12)
     assert 0 < first < len(shared["held"]) < 10
+
+
+@pytest.mark.parametrize(("seconds", "moves"), [(0.01, True), (0.0, False)])
+def test_waiting_is_measured(seconds: float, moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates that take long behind a forward that does not; nothing moves where the update takes no time."""
+    monkeypatch.setattr(lightning_megatrain.session, "device_memory", lambda *_: Roomy())
+    monkeypatch.setattr(share, "WORTH", 0.3)
+    update = AdamUpdate.update
+
+    def slow(self: AdamUpdate, *args: Any, **kwargs: Any) -> None:
+        on_device = "memory" in kwargs or len(args) > 5
+        time.sleep(0.0 if on_device else seconds)
+        update(self, *args, **kwargs)
+
+    monkeypatch.setattr(AdamUpdate, "update", slow)
+    held = []
+    take = DeviceShare._take
+    monkeypatch.setattr(DeviceShare, "_take", lambda self, group, by: (held.append(group.name), take(self, group, by)))
+    strategy = MegaTrainStrategy(update="next_forward")
+    make = partial(zoo.Encoder, layers=5, log_norm=False)
+    fit(make, strategy, precision="bf16-mixed", max_steps=7)
+    assert bool(held) is moves
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000])
