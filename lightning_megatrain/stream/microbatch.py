@@ -39,6 +39,13 @@ class SliceRows:
             return None
         return rows_of_slices(lead.shape[0], lead[..., 0].numel() // max(1, lead.shape[0]), self._tokens)
 
+    def leave_whole(self) -> bool:
+        """A batch cannot be cut, and need not be if that was left to us: cut none from now on."""
+        if self._asked != "auto":
+            return False
+        self._asked = None
+        return True
+
     def shrink(self, tensors: Sequence[Tensor], rows: int | None) -> bool:
         """Take half as many from now on, if it was left to us and slices of ``rows`` can be cut."""
         lead = _lead(tensors)
@@ -53,6 +60,10 @@ def _lead(tensors: Sequence[Tensor]) -> Tensor | None:
     return next((t for t in tensors if t.is_floating_point() and t.dim() > 0), None)
 
 
+class CannotCutError(RuntimeError):
+    """A batch cannot be cut, or what came of its slices not be joined."""
+
+
 class Slices:
     """How the tensors of one use are cut along the batch.
 
@@ -65,7 +76,7 @@ class Slices:
         size: largest slice, or None for one slice that is the whole batch.
 
     Raises:
-        RuntimeError: batch and sequence have the same size, and a tensor could belong to either.
+        CannotCutError: batch and sequence have the same size, and a tensor could belong to either.
     """
 
     def __init__(self, unit: str, tensors: Sequence[Tensor], size: int | None) -> None:
@@ -77,7 +88,7 @@ class Slices:
         if not self.whole and lead is not None and lead.dim() > 2 and lead.shape[1] == self._batch:
             others = [t for t in tensors if t is not lead and t.dim() > 0 and t.shape[0] == self._batch]
             if any(t.dim() < 3 for t in others):
-                raise RuntimeError(
+                raise CannotCutError(
                     f"Unit {unit!r} got {self._batch} rows of {self._batch} positions and a tensor of that leading "
                     "size, which may be a mask over positions or belong to the batch; set another batch size, or "
                     "MegaTrainStrategy(microbatch=None)."
@@ -103,7 +114,7 @@ class Slices:
         """Whole outputs from the outputs of each slice.
 
         Raises:
-            RuntimeError: an output has no batch dimension, so slices of it cannot be put together.
+            CannotCutError: an output has no batch dimension, so slices of it cannot be put together.
         """
         if self.whole:
             return list(parts[0])
@@ -111,7 +122,7 @@ class Slices:
         for outputs, count in zip(parts, rows, strict=True):
             for output in outputs:
                 if output.dim() == 0 or output.shape[0] != count:
-                    raise RuntimeError(
+                    raise CannotCutError(
                         f"Unit {self._unit!r} returns a tensor of shape {tuple(output.shape)} for a slice of {count} "
                         "rows, which cannot be joined along the batch; set MegaTrainStrategy(microbatch=None)."
                     )

@@ -14,7 +14,7 @@ from lightning_megatrain.stream.budget import Budget
 from lightning_megatrain.stream.closure import check_graph
 from lightning_megatrain.stream.gradients import InputGradients, ParameterGradients
 from lightning_megatrain.stream.kept import KeptGraph
-from lightning_megatrain.stream.microbatch import SliceRows, Slices
+from lightning_megatrain.stream.microbatch import CannotCutError, SliceRows, Slices
 from lightning_megatrain.stream.saved import SavedInputs, SavedOnHost
 from lightning_megatrain.stream.streams import Streams
 from lightning_megatrain.stream.unit import Conditions, Unit, no_autocast_cache
@@ -65,9 +65,17 @@ class Runner:
     ) -> Any:
         """A use that no backward follows."""
         call, inputs = Call.of(unit, args, kwargs)
-        slices = Slices(unit.name, inputs, self._slice_rows.of(inputs))
+        try:
+            return self._cut_without_gradients(call, inputs, expected)
+        except CannotCutError:
+            if not self._slice_rows.leave_whole():
+                raise
+        return self._cut_without_gradients(call, inputs, expected)
+
+    def _cut_without_gradients(self, call: Call, inputs: Sequence[Tensor], expected: Sequence[int]) -> Any:
+        slices = Slices(call.unit.name, inputs, self._slice_rows.of(inputs))
         parts = []
-        with self._bound(unit, expected) as slot, no_autocast_cache(), self._compute_context():
+        with self._bound(call.unit, expected) as slot, no_autocast_cache(), self._compute_context():
             for part in slices:
                 call.output, tensors = Output.of(call.run(slices.take(inputs, part)))
                 parts.append([_own(t, slot) for t in tensors])
@@ -85,14 +93,18 @@ class Runner:
         buffers = unit.buffers_before()
         input_versions = [t._version for t in tensors]
         call.slice_rows = self._slice_rows.of(tensors)
-        keeps, parts = self._budget.keeps(tensors), None
-        while parts is None:
-            slices = Slices(unit.name, tensors, call.slice_rows)
-            run = partial(self._forward_slices, call, tensors, slices, expected, keeps)
-            parts = self._unless_memory_runs_out(run, call, tensors)
-            if parts is None:
+        keeps, joined = self._budget.keeps(tensors), None
+        while joined is None:
+            run = partial(self._forward_slices, call, tensors, expected, keeps)
+            try:
+                joined = self._unless_memory_runs_out(run, call, tensors)
+                keeps = keeps and joined is not None
+            except CannotCutError:
+                if not self._slice_rows.leave_whole():
+                    raise
+                call.slice_rows = None
+            if joined is None:
                 call.conditions.rewind(self._streams, buffers)
-                keeps = False
         if [t._version for t in tensors] != input_versions:
             raise RuntimeError(
                 f"Unit {unit.name!r} changes one of its inputs in place, so it cannot be recomputed from them; "
@@ -105,14 +117,14 @@ class Runner:
         drawn = zip(call.conditions.random_state, self._streams.random_state(), strict=True)
         if all(torch.equal(before, after) for before, after in drawn):
             call.conditions.random_state = None
-        call.output_shapes = [o.shape for o in parts[-1]]
-        return slices.join(parts)
+        return joined
 
     def _forward_slices(
-        self, call: Call, tensors: Sequence[Tensor], slices: Slices, expected: Sequence[int], keeps: bool
-    ) -> list[list[Tensor]]:
-        """Outputs of each slice, without a graph; with ``keeps`` the graphs are in ``call.kept``."""
+        self, call: Call, tensors: Sequence[Tensor], expected: Sequence[int], keeps: bool
+    ) -> list[Tensor]:
+        """Outputs of all slices, joined and without a graph; with ``keeps`` the graphs are in ``call.kept``."""
         unit, parts = call.unit, []
+        slices = Slices(unit.name, tensors, call.slice_rows)
         kept = KeptGraph(unit.name) if keeps else None
         with self._bound(unit, expected) as slot:
             for part in slices:
@@ -123,10 +135,12 @@ class Runner:
                 if kept is not None:
                     kept.add(leaves, outputs)
                 del leaves, outputs  # and, unless kept, this slice's graph, before the next one's is made
+        joined = slices.join(parts)
+        call.output_shapes = [o.shape for o in parts[-1]]
         call.kept = kept
         if kept is not None:
             self._budget.hold(kept)
-        return parts
+        return joined
 
     def backward(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lightning_megatrain.session
 from lightning_megatrain.memory.device import DeviceMemory
-from lightning_megatrain.stream import saved
+from lightning_megatrain.stream import microbatch, saved
 from lightning_megatrain.stream.microbatch import SliceRows, rows_of_slices
 from lightning_megatrain.stream.saved import SavedInputs
 from lightning_megatrain.stream.streams import HostStreams
@@ -255,3 +255,15 @@ def test_slices_shrink_until_they_fit(where: str, dropout: float) -> None:
 def test_one_row_that_does_not_fit_is_the_users_error() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         fit(partial(Cramped, "forward"), MegaTrainStrategy(microbatch=None), max_steps=2, batch_size=8)
+
+
+@pytest.mark.parametrize("name", ["moe", "odd"])
+def test_batches_that_cannot_be_cut_go_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their blocks return a number for the whole batch."""
+    monkeypatch.setattr(microbatch, "TOKENS", 14)
+    make = partial(zoo.ALL[name], log_norm=False)
+    a, _ = fit(make, stock(), max_steps=4)
+    b, _ = fit(make, MegaTrainStrategy(microbatch="auto"), max_steps=4)
+    assert_same_bits(a, b)
+    with pytest.raises(RuntimeError, match="cannot be joined"):
+        fit(make, MegaTrainStrategy(microbatch=2), max_steps=4)
