@@ -5,10 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch._dynamo.exc import TorchDynamoException
 
 OPTIONS: dict[str, Any] = {}
 """Keyword arguments of ``torch.compile``."""
+
+_NAME = "force_non_lazy_backward_lowering"
+_WITH_BACKWARD = {_NAME: True} if hasattr(functorch_config, _NAME) else {}
+"""Compile the backward along with the forward; where torch has no such setting it is compiled when it first runs."""
 
 
 class CompiledForward:
@@ -33,7 +38,7 @@ class CompiledForward:
         if self._compiled is None:
             return self._eager(*args, **kwargs)
         try:
-            with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+            with functorch_config.patch(_WITH_BACKWARD):
                 return self._compiled(*args, **kwargs)
         except TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)
