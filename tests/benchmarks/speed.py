@@ -1,0 +1,77 @@
+"""The steps whose speed is promised, each beside the same model wholly in device memory, in one process each.
+
+    python tests/benchmarks/speed.py FOLDER [ROW ...]
+
+Writes FOLDER/ROW.json for each row (all of them unless some are named) and prints, at the end, what was reached beside
+what is wanted. A row takes some three minutes on an H200: registering 100 GiB, compiling twice, twice ten steps.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+COMPILED = ("precision=bf16_mixed", "seq_len=2048", "strategy.compile=true", "ceiling=true", "warmup=8", "steps=3")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step, and the share of the ceiling's tokens per second that it must reach."""
+
+    overrides: tuple[str, ...]
+    least: float
+
+
+def _row(model: str, rows: int, least: float, *more: str) -> Row:
+    return Row((f"model={model}", f"rows={rows}", "strategy.microbatch=8", *COMPILED, *more), least)
+
+
+ROWS = {
+    "7b_32k": _row("qwen2_5_7b", 16, 1.12),
+    "7b_32k_clip": _row("qwen2_5_7b", 16, 1.05, "clip=1.0"),
+    "7b_32k_24gib": _row("qwen2_5_7b", 16, 0.93, "strategy.device_memory=24GiB"),
+    "7b_8k_clip": _row("qwen2_5_7b", 4, 0.75, "clip=1.0"),
+    "7b_64k_32gib": _row("qwen2_5_7b", 32, 0.97, "strategy.device_memory=32GiB"),
+    "14b_32k": _row("qwen2_5_14b", 16, 1.0),
+    "14b_32k_24gib": _row("qwen2_5_14b", 16, 0.9, "strategy.microbatch=4", "strategy.device_memory=24GiB"),
+}
+
+
+def main() -> int:
+    """Measure; 1 if a row failed or was slower than wanted."""
+    folder, names = Path(sys.argv[1]), sys.argv[2:] or list(ROWS)
+    folder.mkdir(parents=True, exist_ok=True)
+    lines, good = [], True
+    for name in names:
+        row, result = ROWS[name], folder / f"{name}.json"
+        result.unlink(missing_ok=True)
+        command = [
+            sys.executable,
+            "-m",
+            "lightning_megatrain.cli.main",
+            "bench",
+            "step",
+            *row.overrides,
+            f"to={result}",
+        ]
+        done = subprocess.run(command, stdout=sys.stderr)
+        if done.returncode or not result.exists():
+            lines.append(f"{name}: failed")
+            good = False
+            continue
+        [size] = json.loads(result.read_text())["sizes"]
+        reached = size.get("of_ceiling")
+        good &= reached is not None and reached >= row.least
+        share = "no ceiling" if reached is None else f"{reached:.3f} of the ceiling"
+        lines.append(
+            f"{name}: {share}, wanted {row.least}; {size['step_s']:.3f} s, {size['model_tflops']:.0f} TFLOP/s, "
+            f"{(size['peak_device_allocated_bytes'] or 0) / 2**30:.1f} GiB, {size['kept_graphs']} graphs kept, "
+            f"{size['device_groups']} groups on the device"
+        )
+    print("\n".join(lines))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
