@@ -26,7 +26,14 @@ from lightning_megatrain.checkpoint.lazy import (
     kept_in_copies,
     memory_of,
 )
-from lightning_megatrain.checkpoint.loading import check_state_dict, materialize_meta, state_like, widen, with_missing
+from lightning_megatrain.checkpoint.loading import (
+    check_state_dict,
+    materialize_meta,
+    reading,
+    state_like,
+    widen,
+    with_missing,
+)
 from lightning_megatrain.checkpoint.rng import random_state, set_random_state
 from lightning_megatrain.checkpoint.saver import Saver
 from lightning_megatrain.checkpoint.sharded import is_sharded, read_sharded, write_sharded
@@ -303,7 +310,8 @@ class Checkpoints:
         values = {k: parts_of(v, mappings) if isinstance(v, Tensor) else v for k, v in state.items()}
         if at_home:
             widen(module, values)
-        module.load_state_dict(state_like(state, values), strict=strict)
+        with reading("Loading weights", values) as told:
+            module.load_state_dict(state_like(state, told), strict=strict)
         return values
 
     def optimizer_states(self, checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:

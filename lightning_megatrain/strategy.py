@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_megatrain.checkpoint.files import is_local
 from lightning_megatrain.checkpoint.lazy import LazyTensor
-from lightning_megatrain.checkpoint.loading import materialize_meta
+from lightning_megatrain.checkpoint.loading import materialize_meta, reading
 from lightning_megatrain.checkpoints import CheckpointFormat, Checkpoints, groups_of_tensors
 from lightning_megatrain.fence import Fence, who_looks_between_steps
 from lightning_megatrain.legality import (
@@ -105,7 +105,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     strategy_name = "megatrain"
 
     update_thread_on_cpu = False
-    """Run updates on the worker thread even where the CPU is the device: slower there, to show and to test the overlap."""
+    """Run updates on the worker thread even where the CPU computes: slower there, to show and to test the overlap."""
 
     def __init__(
         self,
@@ -524,7 +524,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._updating().load_optimizer_states(self._checkpoints.optimizer_states(checkpoint))
+        with reading("Loading optimizer states", self._checkpoints.optimizer_states(checkpoint)) as states:
+            self._updating().load_optimizer_states(states)
         if self._resumes:
             self._updating().set_counters(self._checkpoints.resume(checkpoint, self._module().trainer))
 

@@ -3,7 +3,7 @@
 import os
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_megatrain.checkpoint.files import is_local, written_whole
 from lightning_megatrain.checkpoint.hub import INDEX_FILE
-from lightning_megatrain.checkpoint.lazy import memory_of
+from lightning_megatrain.checkpoint.lazy import memory_of, tensors_in
 from lightning_megatrain.checkpoint.sharded import is_sharded, read_sharded, write_sharded
 from lightning_megatrain.checkpoint.single import parts_of, read_single, write_single
 from lightning_megatrain.checkpoint.weights import DtypeName, dotted, without_prefix, without_ties, write_weights
@@ -111,7 +111,7 @@ def convert(
         del checkpoint
         return _write_safetensors(state, source, target, dtype=dtype, prefix=prefix, shard_bytes=shard_bytes)
     _give_pages_back_when_read(checkpoint)
-    sizes = [t.numel() * t.element_size() for t in _tensors(checkpoint, set())]
+    sizes = [t.numel() * t.element_size() for t in tensors_in(checkpoint)]
     with written_whole(target) as partial:
         if to == "sharded":
             write_sharded(checkpoint, partial)
@@ -238,15 +238,6 @@ def _give_pages_back_when_read(checkpoint: dict[str, Any]) -> None:
     for part in ("state_dict", "optimizer_states"):
         visit(checkpoint.get(part, ()), views=True)
     visit(checkpoint, views=False)
-
-
-def _tensors(node: Any, seen: set[int]) -> Iterator[Tensor]:
-    if isinstance(node, Tensor):
-        yield node
-    elif isinstance(node, (dict, list, tuple)) and id(node) not in seen:
-        seen.add(id(node))
-        for value in node.values() if isinstance(node, dict) else node:
-            yield from _tensors(value, seen)
 
 
 # Writing

@@ -11,6 +11,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from lightning_megatrain.memory.progress import working
+
 _SUFFIX = ".partial"
 _counter = itertools.count()
 
@@ -137,12 +139,12 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def _sync_tree(path: Path) -> None:
-    for folder, _, files in os.walk(path):
-        for name in files:
-            _sync(Path(folder) / name)
-        _sync(Path(folder))
-    if not path.is_dir():
-        _sync(path)
+    paths = [path, *path.rglob("*")]
+    sizes = {entry: entry.stat().st_size for entry in paths if entry.is_file()}
+    with working("Waiting for the disk", sum(sizes.values())) as advance:
+        for entry in reversed(paths):  # a folder after what is in it
+            _sync(entry)
+            advance(sizes.get(entry, 0))
 
 
 def _sync(path: Path) -> None:

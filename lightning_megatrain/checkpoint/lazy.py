@@ -225,6 +225,20 @@ def is_dense(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized
 
 
+def tensors_in(node: Any) -> Iterator[Tensor]:
+    """Every tensor in nested dicts, lists and tuples; one that stands in several places, several times."""
+    yield from _tensors_in(node, set())
+
+
+def _tensors_in(node: Any, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(node, Tensor):
+        yield node
+    elif isinstance(node, (dict, list, tuple)) and id(node) not in seen:
+        seen.add(id(node))
+        for value in node.values() if isinstance(node, dict) else node:
+            yield from _tensors_in(value, seen)
+
+
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
     """Equal for ordinary tensors that are the same memory in the same form, as tied weights are."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -3,14 +3,18 @@
 import contextlib
 import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._pytree import tree_map_only
 
-from lightning_megatrain.checkpoint.lazy import is_dense
+from lightning_megatrain.checkpoint.lazy import LazyTensor, Source, is_dense, tensors_in
+from lightning_megatrain.memory.progress import working
+
+_Values = TypeVar("_Values")
 
 
 def check_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool, source: str) -> None:
@@ -35,7 +39,10 @@ def check_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: boo
         except Exception as error:
             # Loading code of the module's own may need values and fail without: that says nothing about the state.
             if str(error).startswith("Error(s) in loading state_dict") and "an exception occurred" not in str(error):
-                raise RuntimeError(f"{source} belongs to another model, so nothing was loaded. {error}") from error
+                raise RuntimeError(
+                    f"{source} belongs to another model, so nothing was loaded; use a checkpoint of this one, or set "
+                    f"LightningModule.strict_loading=False where only some names differ. {error}"
+                ) from error
 
 
 def state_like(state: Mapping[str, Any], values: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -117,6 +124,35 @@ def _follow_ties(module: nn.Module, before: dict[int, nn.Parameter], changed: nn
         for name, parameter in other._parameters.items():
             if id(parameter) in new:
                 other._parameters[name] = new[id(parameter)]
+
+
+@contextlib.contextmanager
+def reading(what: str, values: _Values) -> Iterator[_Values]:
+    """Inside, a bar shows how much has been read of the tensors of a checkpoint that are read when they are used.
+
+    Args:
+        what: what is being read, for the bar.
+        values: nested dicts and lists with tensors anywhere in them.
+
+    Yields:
+        The same, to be read in place of ``values``.
+    """
+    total = sum(tensor.nbytes for tensor in tensors_in(values) if isinstance(tensor, LazyTensor))
+    with working(what, total) as advance:
+        yield tree_map_only(LazyTensor, lambda lazy: LazyTensor(_Told(lazy.source, advance)), values)
+
+
+class _Told:
+    """Values of another source, and a call with the bytes of each part that is read."""
+
+    def __init__(self, source: Source, advance: Callable[[int], None]) -> None:
+        self._source, self._advance = source, advance
+        self.shape, self.dtype = source.shape, source.dtype
+
+    def read(self, start: int, stop: int) -> Tensor:
+        rows = self._source.read(start, stop)
+        self._advance(rows.nbytes)
+        return rows
 
 
 @contextlib.contextmanager

@@ -27,8 +27,9 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from lightning_megatrain.checkpoint.lazy import PART_BYTES, LazyTensor, TensorSource, chunk_of, is_dense
+from lightning_megatrain.checkpoint.lazy import PART_BYTES, LazyTensor, TensorSource, chunk_of, is_dense, tensors_in
 from lightning_megatrain.checkpoint.single import read_single, write_single
+from lightning_megatrain.memory.progress import working
 
 META_FILE = "meta.pt"
 """Everything that is no large tensor, as ``torch.save`` writes it."""
@@ -41,11 +42,12 @@ _MODEL, _OPTIMIZER = "model", "optimizer_"
 
 
 class _Planner(DefaultSavePlanner):
-    """Writes tensors in a given order."""
+    """Writes tensors in a given order, and tells the bytes of each."""
 
-    def __init__(self, order: Callable[[Tensor], int]) -> None:
+    def __init__(self, order: Callable[[Tensor], int], advance: Callable[[int], None]) -> None:
         super().__init__()
         self._order = order
+        self._advance = advance
         self._written: Tensor | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
@@ -54,8 +56,10 @@ class _Planner(DefaultSavePlanner):
             self._written.untyped_storage().resize_(0)
             self._written = None
         data = super().resolve_data(write_item)
-        if isinstance(data, Tensor) and isinstance(self.state_dict[write_item.index.fqn], LazyTensor):
-            self._written = data = data.clone()
+        if isinstance(data, Tensor):
+            self._advance(data.nbytes)
+            if isinstance(self.state_dict[write_item.index.fqn], LazyTensor):
+                self._written = data = data.clone()
         return data
 
     def create_local_plan(self) -> SavePlan:
@@ -80,7 +84,8 @@ def write_sharded(
     write_single(rest, folder / META_FILE)
     # With anything ahead of the write, torch reads parts early and in an order of its own where there is a GPU.
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
-    dcp.save(tensors, storage_writer=writer, planner=_Planner(order), no_dist=True)
+    with working("Saving the checkpoint", sum(t.nbytes for t in tensors_in(tensors))) as advance:
+        dcp.save(tensors, storage_writer=writer, planner=_Planner(order, advance), no_dist=True)
 
 
 def read_sharded(folder: Path, *, weights_only: bool | None) -> dict[str, Any]:
@@ -107,10 +112,12 @@ def read_sharded(folder: Path, *, weights_only: bool | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, stored in metadata.state_dict_metadata.items():
         if not isinstance(stored, TensorStorageMetadata):
-            raise ValueError(f"{folder} holds {name!r} in a form that this strategy did not write.")
+            raise ValueError(f"{folder} holds {name!r} in a form that this strategy did not write; use another one.")
         at: Any = found
         if name not in (metadata.planner_data or {}):
-            raise ValueError(f"{folder} does not say where {name!r} belongs, so this strategy did not write it.")
+            raise ValueError(
+                f"{folder} does not say where {name!r} belongs, so this strategy did not write it; use another one."
+            )
         *path, last = metadata.planner_data[name]
         for step in path:
             at = at.setdefault(step, {})
@@ -198,7 +205,10 @@ class _Reader(FileSystemReader):
             path = self._folder / name
             size = path.stat().st_size if path.is_file() else 0
             if size < end:
-                raise ValueError(f"{path} has {size} bytes where the checkpoint's index needs {end}; it is not whole.")
+                raise ValueError(
+                    f"{path} has {size} bytes where the checkpoint's index needs {end}; it is not whole, so use an "
+                    "earlier one."
+                )
 
 
 class _IndexUnpickler(pickle.Unpickler):

@@ -3,22 +3,26 @@
 import os
 import pickle
 import zipfile
+from collections.abc import Callable
 from typing import IO, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.serialization import DEFAULT_PROTOCOL, _open_zipfile_writer, _save
 
 from lightning_megatrain.checkpoint.files import first_line
-from lightning_megatrain.checkpoint.lazy import PART_BYTES, LazyTensor, TensorSource, hollow, pickled_as
+from lightning_megatrain.checkpoint.lazy import PART_BYTES, LazyTensor, TensorSource, hollow, pickled_as, tensors_in
 from lightning_megatrain.memory.mapped import FileMappings, give_pages_back
+from lightning_megatrain.memory.progress import working
 
 
 class _Writer:
     """Stands in for torch's archive writer: replaces stand-ins by values, one tensor at a time."""
 
-    def __init__(self, archive: Any) -> None:
+    def __init__(self, archive: Any, advance: Callable[[int], None]) -> None:
         self._archive = archive
+        self._advance = advance
         self._lazy: dict[int, LazyTensor] = {}
 
     def stand_in(self, lazy: LazyTensor) -> Tensor:
@@ -28,8 +32,12 @@ class _Writer:
         return tensor
 
     def write_record(self, name: str, data: Any, size: int) -> None:
-        lazy = self._lazy.get(data.data_ptr()) if isinstance(data, torch.UntypedStorage) else None
+        if not isinstance(data, torch.UntypedStorage):
+            self._archive.write_record(name, data, size)
+            return
+        lazy = self._lazy.get(data.data_ptr())
         self._archive.write_record(name, data if lazy is None else lazy.materialize().untyped_storage(), size)
+        self._advance(size)
 
 
 def write_single(checkpoint: dict[str, Any], file: str | os.PathLike[str] | IO[bytes]) -> None:
@@ -39,10 +47,25 @@ def write_single(checkpoint: dict[str, Any], file: str | os.PathLike[str] | IO[b
         checkpoint: the checkpoint; :class:`LazyTensor` may stand anywhere in it.
         file: where to; not made durable here.
     """
-    with _open_zipfile_writer(os.fspath(file) if isinstance(file, os.PathLike) else file) as archive:
-        writer = _Writer(archive)
+    with (
+        _open_zipfile_writer(os.fspath(file) if isinstance(file, os.PathLike) else file) as archive,
+        working("Saving the checkpoint", _bytes_written(checkpoint)) as advance,
+    ):
+        writer = _Writer(archive, advance)
         with pickled_as(writer.stand_in):
             _save(checkpoint, writer, pickle, DEFAULT_PROTOCOL, False)
+
+
+def _bytes_written(checkpoint: dict[str, Any]) -> int:
+    """Bytes of all values; of a storage that several tensors share, once."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors_in(checkpoint):
+        if isinstance(tensor, LazyTensor):
+            sizes[id(tensor)] = tensor.nbytes
+        elif type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided:  # others may have no storage
+            storage = tensor.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def read_single(path: str | os.PathLike[str], *, weights_only: bool | None) -> dict[str, Any]:
@@ -69,7 +92,9 @@ def read_single(path: str | os.PathLike[str], *, weights_only: bool | None) -> d
             "use an earlier one."
         ) from error
     if not isinstance(checkpoint, dict):
-        raise ValueError(f"{os.fspath(path)} holds a {type(checkpoint).__name__} and no Lightning checkpoint.")
+        raise ValueError(
+            f"{os.fspath(path)} holds a {type(checkpoint).__name__} and no Lightning checkpoint; use another one."
+        )
     return checkpoint
 
 

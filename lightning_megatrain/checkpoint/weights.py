@@ -14,6 +14,7 @@ from lightning_megatrain.checkpoint.hub import INDEX_FILE, WEIGHTS_FILE
 from lightning_megatrain.checkpoint.lazy import LazyTensor, TensorSource, memory_of
 from lightning_megatrain.checkpoint.single import parts_of
 from lightning_megatrain.memory.mapped import FileMappings
+from lightning_megatrain.memory.progress import working
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -60,15 +61,17 @@ def write_weights(
     mappings = FileMappings()
     places: dict[str, str] = {}
     folder.mkdir()
-    for number, names in enumerate(shards, start=1):
-        file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        values: dict[str, Tensor] = {}
-        for name in names:
-            own = _own(name, parts_of(tensors[name], mappings), forms[name])
-            values.update({name: own} if spread is None else spread(name, own))
-        save_file(values, folder / file, metadata={"format": "pt"})
-        places.update(dict.fromkeys(values, file))
-        del values, own
+    with working("Writing weights", sum(sizes.values())) as advance:
+        for number, names in enumerate(shards, start=1):
+            file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            values: dict[str, Tensor] = {}
+            for name in names:
+                own = _own(name, parts_of(tensors[name], mappings), forms[name])
+                values.update({name: own} if spread is None else spread(name, own))
+                advance(sizes[name])
+            save_file(values, folder / file, metadata={"format": "pt"})
+            places.update(dict.fromkeys(values, file))
+            del values, own
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -11,6 +11,7 @@ from lightning_megatrain.memory.arena import Arena
 from lightning_megatrain.memory.host import give_back_freed_memory
 from lightning_megatrain.memory.layout import Group
 from lightning_megatrain.memory.mapped import FileMappings, give_pages_back
+from lightning_megatrain.memory.progress import working
 from lightning_megatrain.memory.split import join_master, split_master_
 
 PART = 4 << 20
@@ -121,10 +122,13 @@ class Store:
             for entry, parameter in zip(group.layout.entries, group.parameters, strict=True):
                 _check_adoptable(entry.name, parameter)
         mappings = FileMappings()
+        total = sum(group.layout.numel for group in self.groups) * self.format.weight_bytes
         try:
-            for group in self.groups:
-                self._adopt_group(group, mappings)
-                give_back_freed_memory()
+            with working("Taking weights over", total) as advance:
+                for group in self.groups:
+                    self._adopt_group(group, mappings)
+                    give_back_freed_memory()
+                    advance(self._homes[-1].nbytes)
         except BaseException:
             self.release()
             raise
@@ -266,11 +270,13 @@ class Store:
 
     def release(self) -> None:
         """Give every parameter an ordinary fp32 CPU tensor and the arenas back, group by group."""
-        while self._homes:
-            group = self.groups[len(self._homes) - 1]
-            for index, parameter in enumerate(group.parameters):
-                parameter.data = self.master(group.index, index)
-            self._homes.pop().close()
+        with working("Giving weights back", self.nbytes) as advance:
+            while self._homes:
+                group = self.groups[len(self._homes) - 1]
+                for index, parameter in enumerate(group.parameters):
+                    parameter.data = self.master(group.index, index)
+                advance(self._homes[-1].nbytes)
+                self._homes.pop().close()
 
 
 class _GroupMoments:
@@ -301,7 +307,12 @@ class Moments:
 
     def __init__(self, groups: Sequence[Group], dtype: torch.dtype = torch.float32) -> None:
         self._dtype = dtype
-        self._groups = [_GroupMoments(group, dtype) for group in groups]
+        self._groups: list[_GroupMoments] = []
+        total = 2 * sum(group.layout.trainable_numel for group in groups) * dtype.itemsize
+        with working("Memory for moments", total) as advance:
+            for group in groups:
+                self._groups.append(_GroupMoments(group, dtype))
+                advance(self._groups[-1].nbytes)
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from lightning_megatrain.memory.gradients import GradientArena, SlabRing
 from lightning_megatrain.memory.layout import Group
+from lightning_megatrain.memory.progress import working
 from lightning_megatrain.memory.store import Store
 from lightning_megatrain.update.adam import accumulate_, sum_of_squares
 from lightning_megatrain.update.threads import ThreadPlan
@@ -85,8 +86,10 @@ class HostGradients:
 
     def allocate(self) -> None:
         """Touch the arena of every group now, instead of in the first step."""
-        for group in self._groups:
-            self.arena.flat(group.index)
+        total = sum(group.layout.trainable_numel for group in self._groups) * self._sum_dtype.itemsize
+        with working("Memory for gradients", total) as advance:
+            for group in self._groups:
+                advance(self.arena.flat(group.index).nbytes)
 
     def begin(self, *, keep: bool) -> None:
         """A backward is about to run: take ``p.grad`` off every parameter; ``keep`` what it held, to be added to."""
