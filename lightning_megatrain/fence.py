@@ -40,11 +40,13 @@ class Fence(Callback):
 
     Args:
         drain: waits for all updates.
+        come_home: does so, and brings what the device holds home: hooks of epochs may use optimizer state.
         every_batch: wait after every batch, and not only where an epoch, a validation or the training ends.
     """
 
-    def __init__(self, drain: Callable[[], None], *, every_batch: bool) -> None:
+    def __init__(self, drain: Callable[[], None], come_home: Callable[[], None], *, every_batch: bool) -> None:
         self.drain = drain
+        self.come_home = come_home
         self.every_batch = every_batch
 
     def on_train_batch_end(self, *args: Any) -> None:
@@ -54,15 +56,15 @@ class Fence(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait."""
-        self.drain()
+        self.come_home()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait."""
-        self.drain()
+        self.come_home()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait."""
-        self.drain()
+        self.come_home()
 
 
 _WHILE_TRAINING = (

@@ -8,6 +8,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_megatrain.fence import who_looks_between_steps
 from lightning_megatrain.hooks import overrides
@@ -180,6 +181,15 @@ def gradients_stay_untouched(trainer: Trainer) -> bool:
     )
 
 
+def _has_step_hooks(optimizer: Optimizer) -> bool:
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+
+
+def _clips_values(trainer: Trainer) -> bool:
+    return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm == "value"
+
+
 def may_update_on_device(trainer: Trainer, optimizers: Sequence[Optimizer], store_format: StoreFormat) -> bool:
     """Whether groups may be updated on the device: nobody expects their gradients or optimizer state on the host."""
     return (
@@ -188,6 +198,8 @@ def may_update_on_device(trainer: Trainer, optimizers: Sequence[Optimizer], stor
         and is_adam(optimizers[0])
         and not accumulates(trainer)
         and gradients_stay_untouched(trainer)
-        and not overrides(trainer.lightning_module, "optimizer_step")
+        and not _clips_values(trainer)
+        and not _has_step_hooks(optimizers[0])
+        and not any(overrides(trainer.lightning_module, hook) for hook in ("optimizer_step", "optimizer_zero_grad"))
         and who_looks_between_steps(trainer) is None
     )

@@ -117,7 +117,7 @@ class Session:
         self._device_memory = self._limit_device(device)
         if optimizers is not None:
             rank_zero_info(f"megatrain: {self.plan.describe()}")
-        self._shares_update = (
+        self.shares_update = (
             optimizers is not None
             and self._device_memory is not None
             and settings.device_update == "auto"
@@ -219,7 +219,7 @@ class Session:
             compile=self._settings.compile,
             budget=Budget(self._settings.recompute, self._device_memory),
             sink=self.updater,
-            updates=self.updater if self._shares_update else None,
+            updates=self.updater if self.shares_update else None,
             compute_context=self._precision.unit_context,
         )
 
@@ -276,6 +276,13 @@ class Session:
 
     def close(self) -> None:
         """Make the module ordinary again: fp32 parameters on the CPU, no hooks, no threads."""
+        try:
+            self._close()
+        finally:
+            if self._device_memory is not None:
+                self._device_memory.close()
+
+    def _close(self) -> None:
         engine, updater, buffers = self.engine, self.updater, self._buffers
         self.engine = self.updater = self._buffers = None
         if engine is not None:
@@ -284,8 +291,6 @@ class Session:
             updater.close()
         del engine, updater  # with their views of the arenas, so that these go group by group
         self.store.release()
-        if self._device_memory is not None:
-            self._device_memory.close()
         if buffers is not None:
             buffers.restore()
             _say_device(self._module, torch.device("cpu"))

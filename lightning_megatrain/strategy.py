@@ -39,7 +39,7 @@ from lightning_megatrain.precision import MegaTrainPrecision, translate
 from lightning_megatrain.session import Session, Settings
 from lightning_megatrain.stream.engine import Engine
 from lightning_megatrain.stream.streams import Streams
-from lightning_megatrain.update.updater import Schedule, Updater
+from lightning_megatrain.update.updater import Updater
 
 
 class MegaTrainStrategy(SingleDeviceStrategy):
@@ -277,19 +277,20 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             session.store.before_write = self._checkpoints.saver.wait_read
             announce_copies(trainer, self.precision_plugin.store_format)
             self._gradients_untouched = gradients_stay_untouched(trainer)
-            self._raise_fence(trainer, session.schedule)
+            self._raise_fence(trainer, session)
             self._checkpoints.prepare(trainer)
 
-    def _raise_fence(self, trainer: Trainer, schedule: Schedule) -> None:
-        if schedule != "next_forward":
+    def _raise_fence(self, trainer: Trainer, session: Session) -> None:
+        if session.schedule != "next_forward" and not session.shares_update:
             return
-        looks = who_looks_between_steps(trainer)
+        looks = who_looks_between_steps(trainer) if session.schedule == "next_forward" else None
         if looks is not None:
             rank_zero_info(
                 f"megatrain: updates are waited for after every batch, because {looks} may read weights (a callback "
                 "that does not says so with the class attribute `reads_weights = False`)"
             )
-        self._fence = Fence(self._updating().drain, every_batch=looks is not None)
+        updater = self._updating()
+        self._fence = Fence(updater.drain, updater.come_home, every_batch=looks is not None)
         trainer.callbacks.insert(0, self._fence)
 
     @override
@@ -332,7 +333,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         engine = self._running()
         self._updating().begin_step()
         engine.begin_step()
-        output = super().training_step(*args, **kwargs)
+        with engine.spending():
+            output = super().training_step(*args, **kwargs)
         if not self._module().automatic_optimization:
             engine.end_step()  # otherwise the backward follows
         return output
@@ -344,7 +346,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         updater.before_backward()
         engine.begin_backward()
-        self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        with engine.spending():
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         engine.end_backward()
         if module.automatic_optimization:
             engine.end_step()

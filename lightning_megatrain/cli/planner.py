@@ -199,9 +199,9 @@ class Planner:
         schedule = self.schedule()[0]
         wanted = waited_update(self._work(kept=0), self.machine, schedule, self.timed)
         trainable = sum(g.layout.trainable_numel for g in self.groups)
-        each = 4 + self.moment_bytes + (0 if schedule == "in_backward" else 2)
+        each = 6 + self.moment_bytes
         room = max(0, int(self._device_limit() * SPENDABLE) - self.peak)
-        part = min(wanted * RESERVE if wanted > WORTH else 0.0, room / (trainable * each), 1.0)
+        part = min(wanted * RESERVE if wanted > WORTH else 0.0, room / max(1, trainable * each), 1.0)
         return part, int(part * trainable * each)
 
     @property

@@ -27,6 +27,10 @@ class DeviceMemory(ABC):
     def peak(self) -> int:
         """The most bytes in tensors at any time since the last reset by whoever reads such numbers."""
 
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Let :meth:`peak` count from now on."""
+
     def close(self) -> None:
         """Take back what was set for this run."""
         return
@@ -59,8 +63,13 @@ class CudaMemory(DeviceMemory):
                 f"device_memory={wanted!r} is {format_bytes(self.limit)}, but the device has {format_bytes(total)}; "
                 "set device_memory='auto' or a smaller size."
             )
-        if self._capped:
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in every release
+        self._fraction = 1.0 if fraction is None else fraction(device)
+        if not self._capped:
+            self.limit = min(self.limit, int(self._fraction * total))
+        else:
             torch.cuda.set_per_process_memory_fraction(self.limit / total, device)
+        self.reset_peak()  # what ran before in this process is not this run's
 
     def allocated(self) -> int:  # noqa: D102
         return torch.cuda.memory_allocated(self._device)
@@ -68,9 +77,12 @@ class CudaMemory(DeviceMemory):
     def peak(self) -> int:  # noqa: D102
         return torch.cuda.max_memory_allocated(self._device)
 
+    def reset_peak(self) -> None:  # noqa: D102
+        torch.cuda.reset_peak_memory_stats(self._device)
+
     def close(self) -> None:  # noqa: D102
         if self._capped:
-            torch.cuda.set_per_process_memory_fraction(1.0, self._device)
+            torch.cuda.set_per_process_memory_fraction(self._fraction, self._device)
 
 
 def device_memory(device: torch.device, wanted: str | int | float = "auto") -> DeviceMemory | None:

@@ -46,6 +46,8 @@ class Budget:
         # Of the largest batch so far: its elements, the bytes it would take with no graph kept, and those of a graph.
         self._largest: tuple[int, float, float] | None = None
         self._static = 0
+        self._peak = 0  # when the last batch ended
+        self._bare = 0  # the most that was taken with no graph kept, or could have been
 
     @property
     def kept(self) -> int:
@@ -58,15 +60,15 @@ class Budget:
         self._uses_before, self._uses, self._kept, self._graph = self._uses or self._uses_before, 0, 0, 0
         if self._memory is not None and self._largest is None:
             self._static = self._memory.allocated()
+            self._bare = self._memory.peak()  # a validation's
+            self._memory.reset_peak()
 
     @property
     def spare(self) -> int:
         """Bytes that a step leaves, those of graphs that are kept because there is room included; 0 if not known."""
         if self._memory is None or self._largest is None:
             return 0
-        _, base, graph = self._largest
-        kept = self._uses_before * graph if self._recompute == "never" else 0
-        return max(0, int(self._memory.limit * SPENDABLE - base - kept))
+        return max(0, int(self._memory.limit * SPENDABLE - self._bare))
 
     def reserve(self, nbytes: int) -> None:
         """From now on ``nbytes`` more are taken all the time, by somebody else."""
@@ -74,6 +76,7 @@ class Budget:
         if self._largest is not None:
             elements, base, graph = self._largest
             self._largest = (elements, base + nbytes, graph)
+            self._bare += nbytes
 
     def keeps(self, tensors: Sequence[Tensor]) -> bool:
         """Whether to keep the graph of the use that begins with these tensors."""
@@ -103,10 +106,12 @@ class Budget:
 
     def relieve(self) -> bool:
         """Memory ran out: drop all kept graphs. Whether there were any."""
+        self._graph_of_use = 0  # it will be made again
         live = [kept for kept in self._live if kept.left]
         for kept in live:
             kept.drop()
         if live:
+            self._kept -= len(live)
             self._most = len(live) * 3 // 4
             warnings.warn(
                 f"Device memory ran out with the graphs of {len(live)} units kept; they are computed again in this "
@@ -132,12 +137,28 @@ class Budget:
 
     def _finish(self) -> None:
         """Learn from the batch that ended."""
-        if self._memory is None or not self._uses or not self._looks:
+        if self._memory is None or not self._uses:
+            return
+        peak, before = self._memory.peak(), self._peak
+        self._peak = peak
+        if not self._looks:
+            self._notice(peak, before)
             return
         self._batches += 1
-        base = self._memory.peak() - self._kept * self._graph
+        base = peak - self._kept * self._graph
         if self._largest is None or self._elements > self._largest[0]:
             self._largest = (self._elements, base, self._graph)
+            # With graphs kept that is too much, but `base` would be too little: where the peak was a block's own, or
+            # the graphs are of different sizes, dropping them frees less.
+            self._bare = max(self._bare, peak)
         elif self._elements == self._largest[0]:
-            # Each is a bound: a peak may be an earlier batch's, or one in which a graph of the block itself had part.
-            self._largest = (self._elements, min(base, self._largest[1]), self._graph)
+            # A peak of this batch's own is what so many graphs take. An earlier one's is a bound.
+            self._largest = (self._elements, base if peak > before else min(base, self._largest[1]), self._graph)
+
+    def _notice(self, peak: int, before: int) -> None:
+        """A peak that rose although the batch was no larger: what is outside the units took more than it did."""
+        assert self._largest is not None
+        elements, base, graph = self._largest
+        if peak > before:
+            self._largest = (elements, max(base, peak - self._kept * graph * self._elements / elements), graph)
+            self._bare = max(self._bare, peak)

@@ -1,11 +1,14 @@
 """The feed-forward part of a block over slices of the sequence: its intermediates are there for one slice at a time."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 CHILD = "mlp"
 """The child of a block that is run in slices, as transformers names it."""
@@ -21,12 +24,14 @@ class ChunkedForward:
         name: qualified name of the module, for errors.
         forward: its own forward.
         chunks: how many slices.
+        context: entered around the forward that is computed again, as around the block's.
     """
 
-    def __init__(self, name: str, forward: Callable[..., Any], chunks: int) -> None:
+    def __init__(self, name: str, forward: Callable[..., Any], chunks: int, context: Context) -> None:
         self._name = name
         self._forward = forward
         self._chunks = chunks
+        self._context = context
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``[batch, time, width]`` to the same.
@@ -37,7 +42,7 @@ class ChunkedForward:
         parts = []
         for part in hidden.chunk(self._chunks, dim=1):
             if torch.is_grad_enabled():
-                made = checkpoint(self._forward, part, *args, use_reentrant=False, **kwargs)
+                made = checkpoint(self._forward, part, *args, use_reentrant=False, **self._again(), **kwargs)
             else:
                 made = self._forward(part, *args, **kwargs)
             if not isinstance(made, Tensor) or made.shape[:2] != part.shape[:2]:
@@ -47,6 +52,12 @@ class ChunkedForward:
                 )
             parts.append(made)
         return torch.cat(parts, dim=1)
+
+    def _again(self) -> dict[str, Any]:
+        # Only where there is one: a compiled block cannot have it.
+        if isinstance(self._context(), contextlib.nullcontext):
+            return {}
+        return {"context_fn": lambda: (contextlib.nullcontext(), self._context())}
 
 
 def require_child(blocks: Mapping[str, nn.Module]) -> None:
@@ -66,20 +77,21 @@ def require_child(blocks: Mapping[str, nn.Module]) -> None:
             )
 
 
-def chunk(name: str, block: nn.Module, chunks: int) -> Callable[[], None]:
+def chunk(name: str, block: nn.Module, chunks: int, context: Context) -> Callable[[], None]:
     """Run a block's feed-forward part in slices.
 
     Args:
         name: qualified name of the block.
         block: the block, with that part.
         chunks: how many slices.
+        context: entered around every block's forward.
 
     Returns:
         Undoes it.
     """
     child = getattr(block, CHILD)
     own = vars(child).get("forward")
-    child.forward = ChunkedForward(f"{name}.{CHILD}", child.forward, chunks)
+    child.forward = ChunkedForward(f"{name}.{CHILD}", child.forward, chunks, context)
 
     def undo() -> None:
         if own is None:

@@ -79,9 +79,6 @@ class Engine:
             Unit(group, module, partial(store.at_rest, group.index))
             for group, module in zip(groups, modules, strict=False)
         ]
-        self._undo = [
-            chunk(unit.name, unit.module, sequence_chunks) for unit in self.units if sequence_chunks is not None
-        ]
         for unit in self.units if compile else ():
             unit.forward = CompiledForward(unit.name, unit.forward)
         self.residents = Residents(groups, store, streams)
@@ -110,6 +107,12 @@ class Engine:
         self._in_step = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._arrived: dict[int, int] = {}  # resident group: gradients autograd has made in this backward
+        # Last, with what follows: nothing may stay on the model if there is no memory for the above.
+        self._undo = [
+            chunk(unit.name, unit.module, sequence_chunks, compute_context)
+            for unit in self.units
+            if sequence_chunks is not None
+        ]
         self._install(model, groups)
 
     # Life of the engine
@@ -160,7 +163,7 @@ class Engine:
         for handle in self._hooks:
             handle.remove()
         self._hooks = []
-        for undo in self._undo:
+        for undo in reversed(self._undo):  # a child of two units was wrapped twice
             undo()
         self._undo = []
         if self._saved is not None:
@@ -294,7 +297,8 @@ class Engine:
         if self.sink.wants_norms:
             norm = torch.linalg.vector_norm(torch.stack([flat_norm(g) for g in gradients if g is not None]))
         if self.share is not None and group.index in self.share.held:
-            self._made(group, self.share.pack(group, gradients), present, True, norm)
+            # Not before the backward is over: it may still read these very weights.
+            self._made(group, self.share.pack(group, gradients), present, not self._collecting, norm)
             return
         target = self.sink.destination(group.index, last=True)
         copies = self.residents.push(group, gradients, target)
@@ -379,6 +383,25 @@ class Engine:
         if wanted:
             self._push(unit, [next(made) if flag else None for flag in flags[:count]])
         return inputs + for_shared
+
+    @contextlib.contextmanager
+    def spending(self) -> Iterator[None]:
+        """Around code of the user's that runs units: if memory runs out outside of them, say what it was spent on.
+
+        Raises:
+            torch.OutOfMemoryError: memory ran out.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            kept, held = self.budget.kept, self.held_groups
+            if not kept and not held:
+                raise
+            raise torch.OutOfMemoryError(
+                f"Device memory ran out outside the units, with the graphs of {kept} of them kept and {held} groups "
+                "updated on the device; set a smaller MegaTrainStrategy(device_memory=...), or recompute='always' "
+                "and device_update='never'."
+            ) from error
 
     def _relieve(self) -> bool:
         """Device memory ran out: give back what was spent on speed. Whether there was any."""

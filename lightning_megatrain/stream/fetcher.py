@@ -41,6 +41,8 @@ class Fetcher:
         self._held = held
         largest = max(u.group.layout.numel for u in units)
         self.ring = SlotRing(min(prefetch + 1, len(units)), largest, store.format.wire_dtype, streams.device)
+        for slot in self.ring.slots:
+            slot.released = streams.record()  # what had this memory before is done with it
 
     @contextlib.contextmanager
     def bound(self, unit: Unit, expected: Sequence[int], *, forget: bool) -> Iterator[Slot]:

@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 from lightning_megatrain.memory.layout import Group
 from lightning_megatrain.memory.store import Store
-from lightning_megatrain.stream.streams import Copy, Event, Streams
+from lightning_megatrain.stream.streams import Copy, Streams
 
 
 class Residents:
@@ -30,7 +30,7 @@ class Residents:
         self.lent = 0  # modules that have device copies outside a step
         self._versions: dict[int, int] = {}  # of the parameters, when their data became the device's
         self._given: set[int] = set()  # groups whose update may have begun while their data are the device's
-        self._released = Event()
+        self._released = streams.record()  # what had this memory before is done with it
 
     @property
     def nbytes(self) -> int:

@@ -65,14 +65,17 @@ class Runner:
     ) -> Any:
         """A use that no backward follows."""
         call, inputs = Call.of(unit, args, kwargs)
-        try:
-            return self._cut_without_gradients(call, inputs, expected)
-        except CannotCutError:
-            if not self._slice_rows.leave_whole():
-                raise
-        return self._cut_without_gradients(call, inputs, expected)
+        found = None
+        while found is None:
+            run = partial(self._cut_without_gradients, call, inputs, expected)
+            try:
+                found = self._unless_memory_runs_out(run, call, inputs)
+            except CannotCutError:
+                if not self._slice_rows.leave_whole():
+                    raise
+        return found[0]
 
-    def _cut_without_gradients(self, call: Call, inputs: Sequence[Tensor], expected: Sequence[int]) -> Any:
+    def _cut_without_gradients(self, call: Call, inputs: Sequence[Tensor], expected: Sequence[int]) -> tuple[Any]:
         slices = Slices(call.unit.name, inputs, self._slice_rows.of(inputs))
         parts = []
         with self._bound(call.unit, expected) as slot, no_autocast_cache(), self._compute_context():
@@ -80,7 +83,7 @@ class Runner:
                 call.output, tensors = Output.of(call.run(slices.take(inputs, part)))
                 parts.append([_own(t, slot) for t in tensors])
         assert call.output is not None
-        return call.output.rebuild(slices.join(parts))
+        return (call.output.rebuild(slices.join(parts)),)
 
     def forward(self, call: Call, tensors: Sequence[Tensor], expected: Sequence[int]) -> list[Tensor]:
         """Forward of one use whose backward may follow. Returns outputs without a graph.
@@ -256,10 +259,13 @@ class Runner:
         """All inputs of a use whose backward begins, given those that are not on the host; fetches the next ones."""
         if self._saved is None:
             return tensors
-        found = self._saved.get(call.saved, tensors)
+        found = None
+        while found is None:
+            found = self._unless_memory_runs_out(partial(self._saved.get, call.saved, tensors), call, tensors)
         before = call.before() if call.before is not None else None
         if before is not None and before.saved:
-            self._saved.prefetch(before.saved)
+            with contextlib.suppress(torch.OutOfMemoryError):  # then it is fetched when it is needed
+                self._saved.prefetch(before.saved)
         return found
 
 

@@ -42,10 +42,12 @@ class SavedOnHost:
 
     def __init__(self, position: int, tensor: Tensor, buffer: _Buffer, give_back: Callable[[_Buffer], None]) -> None:
         self.position = position
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.host = buffer.arena.view(tensor.dtype, tensor.numel()).view(tensor.shape)
+        # As it lies in memory, where it has no gaps: a block may ask for a view that other strides do not allow.
+        self.form = torch.empty_like(tensor, device="meta")
+        flat = buffer.arena.view(tensor.dtype, tensor.numel())
+        self.host = flat.as_strided(tensor.shape, self.form.stride())
         self.buffer = buffer
-        self.pushed: Copy | None = None
+        self.pushed = Event()  # and not the copy, which would hold the source
         self.fetched: Copy | None = None
         self.let_go = weakref.finalize(self, give_back, buffer)
 
@@ -126,8 +128,9 @@ class SavedInputs:
         saved = SavedOnHost(position, tensor, self._buffer(tensor.nbytes), self._give_back)
         after = [self._streams.record(), saved.buffer.read]
         with self._streams.span("push", "save input", tensor.nbytes):
-            saved.pushed = self._streams.copy("push", saved.host, tensor.detach(), after=after)
-        self._under_way.append((saved.pushed, tensor._version))
+            copy = self._streams.copy("push", saved.host, tensor.detach(), after=after)
+        saved.pushed = copy.done
+        self._under_way.append((copy, tensor._version))
         while len(self._under_way) > _UNDER_WAY:
             self._finish()
         return saved
@@ -148,9 +151,8 @@ class SavedInputs:
             self._finish()
         for one in saved:
             if one.fetched is None:
-                assert one.pushed is not None
-                target = torch.empty(one.shape, dtype=one.dtype, device=self._streams.device)
-                after = [self._streams.record(), one.pushed.done]  # what had the target's memory is done with it
+                target = torch.empty_like(one.form, device=self._streams.device)
+                after = [self._streams.record(), one.pushed]  # what had the target's memory is done with it
                 with self._streams.span("fetch", "fetch input", target.nbytes):
                     one.fetched = self._streams.copy("fetch", target, one.host, after=after)
                 self._fetching[id(one)] = one.fetched
@@ -162,7 +164,7 @@ class SavedInputs:
         for one in saved:
             assert one.fetched is not None
             self._streams.compute_after(one.fetched.done)
-            del self._fetching[id(one)]
+            self._fetching.pop(id(one), None)  # a new batch may have begun since it was fetched
             back[one.position] = one.fetched.target
             one.buffer.read = one.fetched.done
             one.fetched = None
@@ -172,9 +174,16 @@ class SavedInputs:
         return [back[i] if i in back else next(rest) for i in range(len(back) + len(tensors))]
 
     def _buffer(self, nbytes: int) -> _Buffer:
-        free = self._free.get(nbytes)
-        if free:
-            return free.pop()
+        # The smallest that is large enough: inputs of all lengths share the same few buffers.
+        size = min((size for size, free in list(self._free.items()) if free and size >= nbytes), default=None)
+        if size is not None:
+            return self._free[size].pop()
+        for buffers in list(self._free.values()):  # all too small
+            while buffers:
+                buffer = buffers.pop()
+                buffer.read.wait()
+                self.nbytes -= buffer.arena.nbytes
+                buffer.arena.close()
         left = available_host_bytes() if self._host_limit is None else self._host_limit - self.nbytes
         if nbytes > left:
             raise RuntimeError(

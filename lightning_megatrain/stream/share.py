@@ -126,8 +126,7 @@ class DeviceShare:
         layout = group.layout
         wire = 0 if group.resident else layout.numel * 2
         moments = layout.trainable_numel * sum(flat.itemsize for flat in self._updates.moments.flat(group.index))
-        waits = group.resident or not self._at_once
-        return wire + layout.numel * 2 + moments + layout.trainable_numel * 2 * waits
+        return wire + layout.numel * 2 + moments + layout.trainable_numel * 2
 
     def _grow(self, excess: float, spare: int) -> int:
         # Residents first, for their weights are there already and, where updates run in the backward, theirs is the
@@ -148,7 +147,8 @@ class DeviceShare:
 
     def _take_wanted(self) -> None:
         """Bring what is to be held and is not. Where the device turns out to be full, the host keeps the rest."""
-        missing = [self._store.groups[index] for index in self._wanted if index not in self.held]
+        groups = [self._store.groups[index] for index in self._wanted if index not in self.held]
+        missing = [group for group in groups if self._updates.may_hold(group)]  # or its state was cleared
         if not missing:
             return
         staging = Staging(self._streams)
@@ -163,11 +163,11 @@ class DeviceShare:
 
     def _take(self, group: Group, staging: Staging) -> None:
         self._updates.wait_updated(group.index)
+        self._updates.gather_moments(group)
         home = self._host(group)
         flat = self._residents.flat(group) if group.resident else self._empty(home.wire)
         held = Held(group, GroupMemory(flat, *(self._empty(tensor) for tensor in home[1:])))
-        if group.resident or not self._at_once:
-            self._gradient(held)  # now, for in the backward there is no way out if it does not fit
+        self._gradient(held)  # now, for in the backward there is no way out if it does not fit
         with self._streams.span("fetch", f"take {group.name}", sum(t.nbytes for t in home)):
             staging.to_device(held.memory, home)
         if group.resident:

@@ -59,6 +59,9 @@ class DeviceUpdates(Protocol):
     def may_hold(self, group: Group) -> bool:
         """Whether the group can be updated on the device."""
 
+    def gather_moments(self, group: Group) -> None:
+        """Bring moments that somebody put into the optimizer's state to their memory."""
+
     before_update: Callable[[int], None]
     """To be called with a group before its host bytes are written; may wait."""
 

@@ -272,6 +272,10 @@ class Updater:
             id(p) in owned and optimizer.state.get(p) for p in group.parameters[: group.layout.trainable_count]
         )
 
+    def gather_moments(self, group: Group) -> None:
+        """Bring moments that somebody put into the optimizer's state to their memory."""
+        self._move_moments(self._optimizers[0], group)
+
     def _use(self, group: int) -> Use:
         settings, update = self._settings, self._updates[0]
 
@@ -375,6 +379,7 @@ class Updater:
         self.worker.require()
         if optimizer in self._skips:
             self._skips.discard(optimizer)
+            self._on_device.clear()
             self.skipped_steps += 1
             optimizer._opt_called = True  # type: ignore[attr-defined]
             return
@@ -464,6 +469,15 @@ class Updater:
     def finish_updates(self) -> None:
         """Block until no update is under way, and let errors of theirs be: the state is about to be replaced."""
         self.worker.finish()
+        self._store.recall()
+
+    def come_home(self) -> None:
+        """Block until no update is under way and the host's bytes are the true ones.
+
+        Raises:
+            BaseException: what the worker raised, once.
+        """
+        self.drain()
         self._store.recall()
 
     # State

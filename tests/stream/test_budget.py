@@ -34,6 +34,9 @@ class Simulated(DeviceMemory):
     def peak(self) -> int:
         return self.most
 
+    def reset_peak(self) -> None:
+        self.most = self.now
+
 
 def batch(budget: Budget, memory: Simulated, *, rows: int, graph: int, loss: int) -> int:
     """One batch: every unit makes a graph that is dropped or kept, then the loss takes its part. Graphs kept."""
@@ -103,6 +106,64 @@ def test_relief_drops_graphs_and_lowers_the_number() -> None:
     assert not any(graph.left for graph in graphs)
     assert not budget.relieve()
     assert batch(budget, memory, rows=1, graph=10, loss=0) == 3
+
+
+def unlike(budget: Budget, memory: Simulated, graphs: list[int], loss: int) -> int:
+    """One batch of units of different sizes, recomputed where no graph is kept; the most that was taken."""
+    budget.begin()
+    held = []
+    for unit, graph in enumerate(graphs):
+        keeps = budget.keeps((torch.empty(1, 4),))
+        with budget.making():
+            memory.take(graph)
+        if keeps:
+            held.append(unit)
+        else:
+            memory.take(-graph)
+    memory.take(loss)
+    top = memory.now
+    memory.take(-loss)
+    for unit in reversed(range(len(graphs))):
+        memory.take(0 if unit in held else graphs[unit])
+        top = max(top, memory.now)
+        memory.take(-graphs[unit])
+    return top
+
+
+@pytest.mark.parametrize(("graphs", "loss"), [([1000] * 6, 100), ([1500, *[300] * 5], 200), ([300] * 6, 900)])
+def test_what_is_said_to_be_spare_may_be_taken(graphs: list[int], loss: int) -> None:
+    memory = Simulated(6000)
+    memory.take(1000)
+    budget = Budget("auto", memory)
+    tops, spare = [], 0
+    for step in range(8):
+        if step == 3:
+            budget.begin()
+            spare = budget.spare
+            budget.reserve(spare)
+            memory.take(spare)
+        tops.append(unlike(budget, memory, graphs, loss))
+    assert spare > 0
+    assert max(tops) <= 6000 * SPENDABLE
+
+
+def test_a_loss_that_grows_later_is_noticed() -> None:
+    """As where its size is that of the answers, and not of the inputs."""
+    memory = Simulated(int(10_000 / SPENDABLE) + 1)
+    budget = Budget("auto", memory)
+    kept = [batch(budget, memory, rows=1, graph=1000, loss=loss) for loss in (3000,) * 8 + (3600,) * 4]
+    assert kept[7] == 6
+    assert kept[-1] == 6  # 6 x 1000 + 3600
+    kept = [batch(budget, memory, rows=1, graph=1000, loss=loss) for loss in (4500, 4500, 4500)]
+    assert kept[-1] == 5
+
+
+def test_peaks_of_the_past_do_not_count() -> None:
+    memory = Simulated(int(5000 / SPENDABLE) + 1)
+    memory.take(4900)  # another fit
+    memory.take(-4900)
+    budget = Budget("auto", memory)
+    assert [batch(budget, memory, rows=1, graph=500, loss=500) for _ in range(3)] == [0, 6, 6]
 
 
 class Growing(Simulated):
@@ -202,3 +263,19 @@ def test_memory_that_cannot_be_found_is_the_users_error(monkeypatch: pytest.Monk
     simulate(monkeypatch, 100)
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
         fit(partial(Crowded, 3), MegaTrainStrategy(), max_steps=3)
+
+
+class AtTheLoss(Plain):
+    """Memory runs out in the loss, where nothing can be computed again."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        loss = super().loss(batch)
+        if self.trainer.strategy.kept_graphs:
+            raise torch.OutOfMemoryError("planted")
+        return loss
+
+
+def test_outside_the_units_the_error_says_what_memory_was_spent_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate(monkeypatch, 100)
+    with pytest.raises(torch.OutOfMemoryError, match=r"graphs of 6 of them kept .* set a smaller .*device_memory"):
+        fit(AtTheLoss, MegaTrainStrategy(), max_steps=3)

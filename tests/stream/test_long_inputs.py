@@ -1,17 +1,19 @@
 """Long inputs: what units saved waits on the host, feed-forward parts run in slices, batches are cut as memory asks."""
 
+import weakref
 from functools import partial
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import zoo
-from fitting import MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, fit, stock
+from fitting import QUIET, MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, fit, loader, stock
 from torch import Tensor, nn
 
 import lightning_megatrain.session
 from lightning_megatrain.memory.device import DeviceMemory
-from lightning_megatrain.stream import microbatch, saved
+from lightning_megatrain.stream import engine, microbatch, saved
 from lightning_megatrain.stream.microbatch import SliceRows, rows_of_slices
 from lightning_megatrain.stream.saved import SavedInputs
 from lightning_megatrain.stream.streams import HostStreams
@@ -43,6 +45,8 @@ class Device(DeviceMemory):
 
     def allocated(self) -> int:
         return 100_000
+
+    def reset_peak(self) -> None: ...
 
     def peak(self) -> int:
         return 200_000
@@ -135,6 +139,96 @@ class InPlace(zoo.Encoder):
 def test_an_input_that_is_changed_while_it_is_sent_is_refused(pushed: list[int]) -> None:
     with pytest.raises(RuntimeError, match=r"changed in place while it was being saved.*activations='device'"):
         fit(partial(InPlace, log_norm=False), MegaTrainStrategy(activations="host"), max_steps=2)
+
+
+def test_what_went_to_the_host_is_gone_from_the_device(pushed: list[int]) -> None:
+    inputs = SavedInputs("host", HostStreams(torch.device("cpu")), None, 8, pin=False, host_limit=None)
+    inputs.begin()
+    sources, kept = [], []
+    for _ in range(8):
+        tensor = torch.ones(1000, requires_grad=True) * 1.0
+        kept.append(inputs.put([tensor]))
+        sources.append(weakref.ref(tensor))
+        del tensor
+    assert sum(source() is not None for source in sources) <= 2  # their copies may be under way
+    assert all(inputs.get(one, [])[0].sum() == 1000 for one in kept)
+
+
+def test_inputs_of_changing_length_share_memory(pushed: list[int]) -> None:
+    inputs = SavedInputs("host", HostStreams(torch.device("cpu")), None, 4, pin=False, host_limit=20_000)
+    for length in [*range(100, 4000, 300), *range(4000, 100, -300)]:
+        inputs.begin()
+        one = inputs.put([torch.ones(length, requires_grad=True) * 1.0])
+        assert one[0].host.shape == (length,)
+        assert inputs.nbytes <= 20_000
+        del one
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[time, batch, width]``, a view of what lies batch first."""
+        flat = x.transpose(0, 1).view(-1, 32)
+        return x + torch.tanh(self.inner(flat)).view(x.shape[1], x.shape[0], 32).transpose(0, 1)
+
+
+class Strided(zoo.Zoo):
+    def __init__(self) -> None:
+        super().__init__(log_norm=False)
+        self.embed, self.head = nn.Embedding(zoo.VOCAB, 32), nn.Linear(32, zoo.VOCAB)
+        self.blocks = nn.ModuleList(TimeFirst() for _ in range(3))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch).transpose(0, 1)
+        for block in self.blocks:
+            x = block(x)
+        return zoo.token_loss(self.head(x.transpose(0, 1)), batch)
+
+
+class Later(zoo.Encoder):
+    """A graph whose backward is run in a later step than the one in which its inputs began to come back."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=3, dropout=0.0, log_norm=False)
+        self.automatic_optimization = False
+        self.old: Tensor | None = None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        if self.old is None:
+            self.old = loss
+            self.manual_backward(self.loss(batch.flip(1)))
+        else:
+            self.manual_backward(self.old)
+            self.old = None
+        self.optimizers().zero_grad()
+
+
+@pytest.mark.parametrize("make", [Strided, Later])
+def test_inputs_come_back_as_they_were(make: Any, pushed: list[int]) -> None:
+    arguments = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 4}
+    a, _ = fit(make, MegaTrainStrategy(activations="device"), **arguments)
+    b, _ = fit(make, MegaTrainStrategy(activations="host"), **arguments)
+    assert pushed
+    assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_an_error_while_the_engine_is_made_leaves_no_stand_in(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "Residents", full)
+        module = zoo.Llama(log_norm=False)
+        trainer = L.Trainer(strategy=MegaTrainStrategy(sequence_chunks=2), accelerator="cpu", devices=1, **QUIET)
+        with pytest.raises(torch.OutOfMemoryError):
+            trainer.fit(module, loader())
+        assert not any("forward" in vars(child) for child in module.modules())
+    fit(partial(zoo.Llama, log_norm=False), MegaTrainStrategy(sequence_chunks=2), precision=precision, max_steps=2)
 
 
 def test_too_little_host_memory_is_one_sentence(pushed: list[int]) -> None:

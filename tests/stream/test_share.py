@@ -11,6 +11,7 @@ import torch
 import zoo
 from fitting import MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, fit, loader, stock
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import lightning_megatrain.session
 from lightning_megatrain.memory.device import DeviceMemory
@@ -27,6 +28,8 @@ class Roomy(DeviceMemory):
 
     def allocated(self) -> int:
         return 10**6
+
+    def reset_peak(self) -> None: ...
 
     def peak(self) -> int:
         return 10**7
@@ -211,6 +214,109 @@ def test_a_first_use_outside_comes_too_late(shared: dict[str, Any]) -> None:
         fit(partial(Outside, 5), MegaTrainStrategy(update="blocking"), precision="bf16-mixed", max_steps=9)
 
 
+class EpochEnds(zoo.Encoder):
+    """Does something to the optimizer's state when an epoch ends."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(layers=3, log_norm=False, dropout=0.0)
+        self.what = what
+
+    def on_train_epoch_end(self) -> None:
+        optimizer = self.trainer.optimizers[0]
+        if self.what == "clear":
+            optimizer.state.clear()
+        elif self.what == "halve":
+            for state in optimizer.state.values():
+                state["exp_avg"].mul_(0.5)
+        elif self.what == "reload":
+            optimizer.load_state_dict(optimizer.state_dict())
+        else:
+            for state in optimizer.state.values():
+                state["exp_avg"] = state["exp_avg"] * 0.5
+
+
+@pytest.mark.parametrize("update", ["next_forward", "in_backward"])
+@pytest.mark.parametrize("what", ["clear", "halve", "reload", "replace"])
+def test_changes_of_optimizer_state_between_epochs_count(what: str, update: str, shared: dict[str, Any]) -> None:
+    both(partial(EpochEnds, what), shared, update=update, max_steps=13, samples=20)
+
+
+class StopsGradients(zoo.Zoo):
+    """The head's weight is read once more in the backward after its own gradient is there."""
+
+    def __init__(self) -> None:
+        super().__init__(log_norm=False)
+        self.embed, self.head = nn.Embedding(zoo.VOCAB, 32), nn.Linear(32, zoo.VOCAB)
+        self.embed.requires_grad_(False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch)
+        for i, block in enumerate(self.blocks):
+            x = x + block(x)
+            if i == 1:
+                x = x + nn.functional.linear(x, self.head.weight[:32].detach().to(x.dtype))
+        return zoo.token_loss(self.head(x), batch)
+
+
+@pytest.mark.parametrize("update", SCHEDULES)
+def test_weights_stay_until_the_backward_is_over(update: str, shared: dict[str, Any]) -> None:
+    both(StopsGradients, shared, update=update)
+
+
+class Skips(zoo.Encoder):
+    """A step whose gradients are infinite, and then one without a loss."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=3, log_norm=False, dropout=0.0)
+        self.steps = 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        self.steps += 1
+        loss = super().training_step(batch, batch_idx)
+        return None if self.steps == 7 else loss * float("inf") if self.steps == 6 else loss
+
+
+def test_a_skipped_step_is_skipped_once(shared: dict[str, Any]) -> None:
+    strategy = {"nonfinite": "skip"}
+    both(Skips, shared, update="next_forward", max_steps=9, gradient_clip_val=1.0, strategy=strategy)
+    _, trainer = fit(
+        Skips,
+        MegaTrainStrategy(update="next_forward", **strategy),
+        precision="bf16-mixed",
+        max_steps=9,
+        gradient_clip_val=1.0,
+    )
+    assert trainer.strategy.skipped_steps == 1
+
+
+class Hooked(zoo.Encoder):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_pre_hook(lambda *_: None)
+        return optimizer
+
+
+class ZeroesItself(zoo.Encoder):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("make", [Hooked, ZeroesItself])
+def test_nothing_moves_where_gradients_are_somebodys(make: Any, shared: dict[str, Any]) -> None:
+    fit(partial(make, log_norm=False), MegaTrainStrategy(), precision="bf16-mixed", max_steps=6)
+    assert not shared["held"]
+
+
+def test_nothing_moves_where_a_hook_is_for_all_optimizers(shared: dict[str, Any]) -> None:
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        fit(partial(zoo.Encoder, log_norm=False), MegaTrainStrategy(), precision="bf16-mixed", max_steps=6)
+    finally:
+        handle.remove()
+    assert not shared["held"]
+
+
 class Looks(L.Callback):
     def on_train_batch_end(self, *args: Any) -> None: ...
 
@@ -222,6 +328,7 @@ class Looks(L.Callback):
         ({"precision": "bf16-true"}, {}),
         ({"accumulate_grad_batches": 2}, {}),
         ({"callbacks": [Looks()]}, {}),
+        ({"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"}, {}),
         ({}, {"save_async": True}),
         ({}, {"device_update": "never"}),
     ],
