@@ -75,9 +75,10 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         device_memory: the most memory of a GPU to use, what its allocator keeps in reserve included, such as
             ``"24GiB"``, a number of bytes, or a fraction of the device's; ``"auto"`` takes what is free.
         device_update: with ``"auto"``, as many groups as steps were seen to wait for the host's update of move into
-            spare memory of a GPU, with their moments, and are updated there, with the same bits. Checkpoints bring them
-            home, and so ``save_async`` excludes it. Only AdamW and Adam in ``bf16-mixed``, without accumulation, and
-            where nobody reads gradients or, between steps, weights. ``"never"`` leaves all to the host.
+            spare memory of a GPU, with their moments, and are updated there, with the same bits. Checkpoints,
+            validation and ends of epochs bring them home for a while. Only AdamW and Adam in ``bf16-mixed``, without
+            accumulation, clipping by value and ``save_async``, and where nobody reads gradients or, between steps,
+            weights. ``"never"`` leaves all to the host.
         threads: threads of the host optimizer; ``"auto"`` takes the physical cores but a few for launching GPU work.
         moments_dtype: dtype of Adam's moments in ``bf16-mixed`` and ``bf16-true``: ``"float32"``, or ``"bfloat16"`` to
             save 4 bytes per parameter.

@@ -111,7 +111,7 @@ class Budget:
         for kept in live:
             kept.drop()
         if live:
-            self._kept -= len(live)
+            self._kept = max(0, self._kept - len(live))
             self._most = len(live) * 3 // 4
             warnings.warn(
                 f"Device memory ran out with the graphs of {len(live)} units kept; they are computed again in this "
@@ -159,6 +159,7 @@ class Budget:
         """A peak that rose although the batch was no larger: what is outside the units took more than it did."""
         assert self._largest is not None
         elements, base, graph = self._largest
-        if peak > before:
-            self._largest = (elements, max(base, peak - self._kept * graph * self._elements / elements), graph)
-            self._bare = max(self._bare, peak)
+        excess = int(peak - self._kept * graph * self._elements / elements - base)
+        if peak > before and excess > 0:
+            self._largest = (elements, base + excess, graph)
+            self._bare += excess
