@@ -227,16 +227,20 @@ class Planner:
         return self.strategy["recompute"] == "never"
 
     @cached_property
+    def _peak_of_all(self) -> int | None:
+        """Device bytes with the graphs of all units kept."""
+        return self.device_peak(self.schedule()[0], self.microbatch, keeps_graphs=True)
+
+    @cached_property
     def kept_graphs(self) -> tuple[int, int]:
         """Units whose graph is kept, and the device bytes that it takes beyond :attr:`peak`."""
         if self.keeps_graphs:
             return self.units, 0
         if self.strategy["recompute"] == "always" or self.peak is None:
             return 0, 0
-        every = self.device_peak(self.schedule()[0], self.microbatch, keeps_graphs=True)
-        if every is None:
+        if self._peak_of_all is None:
             return 0, 0
-        each = max(1, -(-(every - self.peak) // self.units))
+        each = max(1, -(-(self._peak_of_all - self.peak) // self.units))
         spendable = int(self._device_limit() * SPENDABLE) - self.peak - self.device_update[1]
         count = min(self.units, max(0, spendable // each))
         return count, count * each
@@ -360,11 +364,11 @@ class Planner:
                 )
         return "; ".join(found) or None
 
-    def _least_recompute(self, schedule: Schedule) -> str:
+    def _least_recompute(self) -> str:
         """Whether the device has room for the graphs of all units."""
         if self.peak is None:
             return self.strategy["recompute"]
-        kept = self.device_peak(schedule, self.microbatch, keeps_graphs=True)
+        kept = self._peak_of_all
         if kept is not None and kept <= self._device_limit() * SPENDABLE:
             return "never"
         return "auto" if self.kept_graphs[0] else "always"
@@ -419,7 +423,7 @@ class Planner:
             "updated_on_device": self.device_update[0],
             "best": {
                 "microbatch": self.microbatch,
-                "recompute": self._least_recompute(schedule),
+                "recompute": self._least_recompute(),
                 "update": self._fastest(work),
             },
             "tokens_per_step": self.tokens,

@@ -10,14 +10,19 @@ from lightning_megatrain.cli.main import main
 
 H200 = ("gpu=h200", "precision=bf16_mixed", "output=json")
 
+MADE = {}
+"""Plans by their arguments: some tests ask for the same."""
+
 
 @pytest.fixture
 def planned(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
-        assert main(["plan", *arguments]) == 0
-        return json.loads(capsys.readouterr().out.splitlines()[-1])
+        if arguments not in MADE:
+            assert main(["plan", *arguments]) == 0
+            MADE[arguments] = json.loads(capsys.readouterr().out.splitlines()[-1])
+        return MADE[arguments]
 
     return run
 
