@@ -1,11 +1,12 @@
 """Graphs that are kept from a unit's forward for its backward, without the weights that they were made with."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_megatrain.memory.slots import Slot
 from lightning_megatrain.stream.closure import side_door
@@ -34,6 +35,9 @@ class KeptGraph:
     to in the backward: no graph holds on to a weight. The hooks take over autograd's own check that saved tensors were
     not written to.
 
+    A parameter whose data move to another device forgets the node that gathers its gradients, and gets a new one when
+    it is used next. So gradients are asked for at the nodes that the graph was made with.
+
     Args:
         unit: qualified name of the unit, for errors.
     """
@@ -42,6 +46,7 @@ class KeptGraph:
         self._unit = unit
         self._slot: Slot | None = None
         self._slices: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._edges: dict[int, GradientEdge] = {}
 
     @contextlib.contextmanager
     def saving(self, slot: Slot) -> Iterator[None]:
@@ -57,9 +62,21 @@ class KeptGraph:
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield
 
-    def add(self, leaves: list[Tensor], outputs: list[Tensor]) -> None:
-        """Keep a slice: the leaves that stand for its inputs, and its outputs with their graph."""
+    def add(self, leaves: list[Tensor], outputs: list[Tensor], parameters: Iterable[Tensor]) -> None:
+        """Keep a slice while its unit is bound.
+
+        Args:
+            leaves: stand for its inputs.
+            outputs: its outputs with their graph.
+            parameters: those that it may have used; the same for every slice.
+        """
         self._slices.append((leaves, outputs))
+        if not self._edges:
+            self._edges = {id(p): get_gradient_edge(p) for p in parameters if p.requires_grad}
+
+    def edges(self, parameters: Sequence[Tensor]) -> list[GradientEdge]:
+        """Where the graph's gradients of parameters that required them arrive."""
+        return [self._edges[id(p)] for p in parameters]
 
     def take(self) -> tuple[list[Tensor], list[Tensor]]:
         """The next slice."""

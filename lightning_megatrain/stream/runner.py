@@ -136,7 +136,7 @@ class Runner:
                 check_graph(unit, leaves, outputs, expected=lambda: kept is not None and kept.is_bound)
                 parts.append([_own(o.detach(), slot) for o in outputs])
                 if kept is not None:
-                    kept.add(leaves, outputs)
+                    kept.add(leaves, outputs, [*unit.group.parameters, *unit.shared])
                 del leaves, outputs  # and, unless kept, this slice's graph, before the next one's is made
         joined = slices.join(parts)
         call.output_shapes = [o.shape for o in parts[-1]]
@@ -197,7 +197,8 @@ class Runner:
                     for o, g in zip(outputs, gradients, strict=True)
                     if g is not None and o.requires_grad
                 ]
-                targets = [leaf for leaf, need in zip(leaves, needs, strict=True) if need] + list(parameters)
+                targets: list[Any] = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
+                targets += parameters if kept is None else kept.edges(parameters)
                 found: Sequence[Tensor | None] = [None] * len(targets)
                 if pairs and targets:
                     bound = kept.bound(slot) if kept is not None else contextlib.nullcontext()

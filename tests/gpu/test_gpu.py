@@ -123,7 +123,8 @@ def test_the_norm_taken_on_the_device_is_torchs(width: int, monkeypatch: pytest.
 
     monkeypatch.setattr(Updater, "clip_by_norm", noted)
     make = partial(zoo.Encoder, log_norm=False, width=width)
-    run(make, "bf16-mixed", update="next_forward", trainer={"gradient_clip_val": 0.1})
+    trainer = {"gradient_clip_val": 0.1}
+    run(make, "bf16-mixed", update="next_forward", device_update="never", trainer=trainer)
     assert len(seen) == 8
     assert seen == pytest.approx(expected, rel=1e-6)
 
@@ -208,7 +209,7 @@ def test_peak_device_memory_follows_the_formula_and_not_the_depth(prefetch: int)
 def test_updates_on_the_device_give_the_hosts_bits(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_megatrain.stream.share import DeviceShare
 
-    arguments = {} if update == "in_backward" else {"gradient_clip_val": 0.3}
+    arguments = {"trainer": {} if update == "in_backward" else {"gradient_clip_val": 0.3}}
     make = partial(zoo.Llama, log_norm=False)
     host, _ = run(make, "bf16-mixed", update=update, steps=9, device_update="never", **arguments)
     taken = []
@@ -242,6 +243,8 @@ def test_the_device_kernel_is_used_and_reads_memory_once() -> None:
     assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
 
 
+# At a small limit what lies between the allocator's blocks is much of it: then some graphs are given back.
+@pytest.mark.filterwarnings("default:Device memory ran out with the graphs:RuntimeWarning")
 @pytest.mark.parametrize("limit", [0.02, 0.5])
 def test_kept_graphs_stay_within_the_limit(limit: float) -> None:
     width, rows = 1024, 4096
