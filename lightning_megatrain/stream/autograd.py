@@ -101,7 +101,7 @@ class StreamedBlock(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.engine, ctx.call = engine, call
         outputs = engine.forward(call, tensors)
-        call.saved = engine.save_inputs(call, tensors)
+        call.saved = engine.runner.save_inputs(call, tensors)
         elsewhere = {saved.position for saved in call.saved}
         ctx.save_for_backward(*(t for i, t in enumerate(tensors) if i not in elsewhere))
         ctx.mark_non_differentiable(*(o for o in outputs if not (o.is_floating_point() or o.is_complex())))
@@ -114,6 +114,6 @@ class StreamedBlock(torch.autograd.Function):
                 f"Double backward through unit {ctx.call.unit.name!r}: its graph is recomputed and thrown away, so "
                 "create_graph=True cannot work; train without it or use Lightning's single-device strategy."
             )
-        tensors = ctx.engine.saved_inputs(ctx.call, ctx.saved_tensors)
+        tensors = ctx.engine.runner.saved_inputs(ctx.call, ctx.saved_tensors)
         inputs = ctx.engine.backward(ctx.call, tensors, ctx.needs_input_grad[3:], gradients)
         return (None, None, None, *inputs)

@@ -5,13 +5,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightning_megatrain.memory.layout import Group
-from lightning_megatrain.memory.slots import Slot
 from lightning_megatrain.memory.store import Store
 from lightning_megatrain.stream.autograd import Call, StreamedBlock
 from lightning_megatrain.stream.budget import Budget
@@ -24,13 +23,11 @@ from lightning_megatrain.stream.order import UseOrder
 from lightning_megatrain.stream.patch import drop_caches, install, uninstall
 from lightning_megatrain.stream.residents import Residents
 from lightning_megatrain.stream.runner import Runner
-from lightning_megatrain.stream.saved import SavedInputs, SavedOnHost
+from lightning_megatrain.stream.saved import SavedInputs
 from lightning_megatrain.stream.share import DeviceShare
 from lightning_megatrain.stream.sink import DeviceUpdates, GradientSink
 from lightning_megatrain.stream.streams import Streams
 from lightning_megatrain.stream.unit import Unit, check_trainable
-
-_T = TypeVar("_T")
 
 
 class Engine:
@@ -85,9 +82,6 @@ class Engine:
         self._saved = saved
         self._last: weakref.ref[Call] | None = None
         self.budget = budget or Budget()
-        self._runner = Runner(
-            streams, self._bound, self.budget, self._relieve, SliceRows(microbatch), saved, compute_context
-        )
         dtype = store.format.wire_dtype
         self.updates = updates
         self.share = None
@@ -97,6 +91,10 @@ class Engine:
         store.recall = self.recall
         held = self.share.slots if self.share is not None else {}
         self._fetcher = Fetcher(self.units, store, streams, sink, prefetch=prefetch, held=held)
+        relieve = partial(_relieve, self.budget, self.share)
+        self.runner = Runner(
+            streams, self._fetcher.bound, self.budget, relieve, SliceRows(microbatch), saved, compute_context
+        )
         self._gradients = GradientBuffers(groups, dtype, streams) if sink is not None else None
         with torch.inference_mode(False):
             self._anchor = torch.empty(0, requires_grad=True)
@@ -104,7 +102,6 @@ class Engine:
         self._collecting = False
         self._orders = {True: UseOrder(), False: UseOrder()}
         self._recent: deque[int] = deque(maxlen=max(1, prefetch))
-        self._in_step = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._arrived: dict[int, int] = {}  # resident group: gradients autograd has made in this backward
         # Last, with what follows: nothing may stay on the model if there is no memory for the above.
@@ -126,7 +123,7 @@ class Engine:
         # what is written to them must not be lost. Plain functions: deep-copying a module copies its hooks, and a bound
         # method would take the engine along.
         def lend(module: nn.Module, args: Any) -> None:
-            if self._in_step:
+            if self._fetcher.in_step:
                 self._need_residents()
             elif not self.residents.on_device:
                 self._take_assigned()
@@ -168,6 +165,7 @@ class Engine:
         self._undo = []
         if self._saved is not None:
             self._saved.close()
+        self.store.recall = lambda: None  # with no way back to this engine, its device memory is free at once
 
     @property
     def held_groups(self) -> int:
@@ -189,7 +187,7 @@ class Engine:
         self._fetcher.ring.clear()
         self._recent.clear()
         self._arrived.clear()
-        self._in_step = self._collecting = False
+        self._fetcher.in_step = self._collecting = False
 
     # Phases of a step
 
@@ -212,7 +210,7 @@ class Engine:
             self.budget.begin()
             if self.share is not None:
                 self.budget.reserve(self.share.begin(self.budget.spare))
-        self._in_step = True
+        self._fetcher.in_step = True
         for unit in self.units:
             unit.pending = 0
         for order in self._orders.values():
@@ -221,7 +219,7 @@ class Engine:
 
     def _take_assigned(self) -> None:
         """Where the parameters' data are the host's: take over what somebody assigned to them."""
-        if not (self._in_step or self.residents.on_device or self.residents.lent or self._fetcher.bound_count):
+        if not (self._fetcher.in_step or self.residents.on_device or self.residents.lent or self._fetcher.bound_count):
             self.store.take_assigned()
 
     def _need_residents(self) -> None:
@@ -246,7 +244,7 @@ class Engine:
         Raises:
             RuntimeError: a resident weight was written to when its update had begun.
         """
-        self._in_step = False
+        self._fetcher.in_step = False
         self._recent.clear()
         self._fetcher.ring.clear()
         if lost := self.residents.to_host():
@@ -258,19 +256,19 @@ class Engine:
     @contextlib.contextmanager
     def host_window(self) -> Iterator[None]:
         """Let code meet the host's weights, until the next forward if within a step, and see what it changes."""
-        inside = self._in_step
+        inside = self._fetcher.in_step
         self.end_step()
         self._take_assigned()
         try:
             yield
         finally:
             # Residents stay on the host until a module needs them: code that follows may write weights.
-            self._in_step = inside
+            self._fetcher.in_step = inside
 
     def begin_backward(self) -> None:
         """A backward whose gradients are wanted is about to run."""
         self._arrived.clear()  # of one that failed half-way
-        if self._in_step:
+        if self._fetcher.in_step:
             self._need_residents()
         for group in self.residents.groups:
             check_trainable(group)
@@ -308,7 +306,7 @@ class Engine:
 
     def use(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a unit's ``forward`` does while it is streamed: same arguments, same result."""
-        if self._in_step:
+        if self._fetcher.in_step:
             self._need_residents()
         else:
             self._take_assigned()
@@ -336,20 +334,12 @@ class Engine:
 
     def _use_without_gradients(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         expected = self._orders[False].observe(unit.group.index, self._fetcher.prefetch)
-        return self._runner.without_gradients(unit, args, kwargs, expected)
+        return self.runner.without_gradients(unit, args, kwargs, expected)
 
     def forward(self, call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Forward of one use whose backward may follow."""
         expected = self._orders[True].observe(call.unit.group.index, self._fetcher.prefetch)
-        return self._runner.forward(call, tensors, expected)
-
-    def save_inputs(self, call: Call, tensors: Sequence[Tensor]) -> list[SavedOnHost]:
-        """As :meth:`Runner.save_inputs`."""
-        return self._runner.save_inputs(call, tensors)
-
-    def saved_inputs(self, call: Call, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """As :meth:`Runner.saved_inputs`."""
-        return self._runner.saved_inputs(call, tensors)
+        return self.runner.forward(call, tensors, expected)
 
     def backward(
         self, call: Call, tensors: Sequence[Tensor], needs: Sequence[bool], gradients: Sequence[Tensor | None]
@@ -378,7 +368,7 @@ class Engine:
         wanted = [p for p, flag in zip(unit.group.parameters[:count], flags[:count], strict=True) if flag]
         needs, shared_needs = needs[: len(tensors)], needs[len(tensors) :]
         shared = [p for p, need in zip(unit.shared, shared_needs, strict=True) if need]
-        inputs, made = self._runner.backward(call, tensors, needs, gradients, [*shared, *wanted])
+        inputs, made = self.runner.backward(call, tensors, needs, gradients, [*shared, *wanted])
         for_shared = [next(made) if need else None for need in shared_needs]
         if wanted:
             self._push(unit, [next(made) if flag else None for flag in flags[:count]])
@@ -402,18 +392,6 @@ class Engine:
                 "updated on the device; set a smaller MegaTrainStrategy(device_memory=...), or recompute='always' "
                 "and device_update='never'."
             ) from error
-
-    def _relieve(self) -> bool:
-        """Device memory ran out: give back what was spent on speed. Whether there was any."""
-        if self.budget.relieve():
-            return True
-        freed = self.share.give_back() if self.share is not None else 0
-        self.budget.reserve(-freed)
-        return freed > 0
-
-    def _bound(self, unit: Unit, expected: Sequence[int]) -> contextlib.AbstractContextManager[Slot]:
-        # Outside a step nobody says when the host's weights change, so no slot is trusted twice.
-        return self._fetcher.bound(unit, expected, forget=not self._in_step)
 
     # Gradients
 
@@ -443,3 +421,12 @@ class Engine:
         assert self.share is not None
         assert self.updates is not None
         self.updates.made(group.index, flat, self.share.held[group.index].memory, present, last, norm)
+
+
+def _relieve(budget: Budget, share: DeviceShare | None) -> bool:
+    """Device memory ran out: give back what was spent on speed. Whether there was any."""
+    if budget.relieve():
+        return True
+    freed = share.give_back() if share is not None else 0
+    budget.reserve(-freed)
+    return freed > 0

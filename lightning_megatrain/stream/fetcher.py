@@ -34,6 +34,8 @@ class Fetcher:
     ) -> None:
         self.prefetch = prefetch
         self.bound_count = 0
+        self.in_step = False
+        """Outside a step nobody says when the host's weights change, so no slot's bytes are trusted twice."""
         self._units = units
         self._store = store
         self._streams = streams
@@ -45,13 +47,12 @@ class Fetcher:
             slot.released = streams.record()  # what had this memory before is done with it
 
     @contextlib.contextmanager
-    def bound(self, unit: Unit, expected: Sequence[int], *, forget: bool) -> Iterator[Slot]:
+    def bound(self, unit: Unit, expected: Sequence[int]) -> Iterator[Slot]:
         """The unit's parameters are views of a slot inside this context; the units expected next are being fetched.
 
         Args:
             unit: the unit.
             expected: groups of the units that are likely to follow, next first.
-            forget: do not trust the slot's bytes afterwards.
         """
         group = unit.group.index
         slot = self._find(group) or self._fetch(group)
@@ -74,7 +75,7 @@ class Fetcher:
             unit.unbind()
             slot.released = self._streams.record()
             slot.users -= 1
-            if forget and group not in self._held:
+            if not self.in_step and group not in self._held:
                 slot.group = None
 
     def _find(self, group: int) -> Slot | None:
@@ -87,7 +88,6 @@ class Fetcher:
         if slot is None:
             return None
         wire = self._store.wire(group)
-        after = [slot.released] if slot.released is not None else []
         with self._streams.span("fetch", f"fetch {self._units[group].name}", wire.nbytes):
-            slot.filled = self._streams.copy("fetch", slot.buffer[: wire.numel()], wire, after=after)
+            slot.filled = self._streams.copy("fetch", slot.buffer[: wire.numel()], wire, after=[slot.released])
         return slot

@@ -41,13 +41,13 @@ class Held:
     Attributes:
         group: the group.
         memory: its weights and moments, flat.
-        gradient: flat ``[trainable_numel]``, where gradients wait for more of them or for the step; None until then.
+        gradient: flat ``[trainable_numel]``, where gradients wait for more of them or for the step.
         filled: ``gradient`` holds gradients of this backward.
     """
 
     group: Group
     memory: GroupMemory
-    gradient: Tensor | None = None
+    gradient: Tensor
     filled: bool = False
 
 
@@ -166,8 +166,9 @@ class DeviceShare:
         self._updates.gather_moments(group)
         home = self._host(group)
         flat = self._residents.flat(group) if group.resident else self._empty(home.wire)
-        held = Held(group, GroupMemory(flat, *(self._empty(tensor) for tensor in home[1:])))
-        self._gradient(held)  # now, for in the backward there is no way out if it does not fit
+        # In the backward there would be no way out if it did not fit. Zeros, for the padding between parameters.
+        gradient = self._empty(flat[: group.layout.trainable_numel]).zero_()
+        held = Held(group, GroupMemory(flat, *(self._empty(tensor) for tensor in home[1:])), gradient)
         with self._streams.span("fetch", f"take {group.name}", sum(t.nbytes for t in home)):
             staging.to_device(held.memory, home)
         if group.resident:
@@ -181,7 +182,7 @@ class DeviceShare:
 
     def pack(self, group: Group, gradients: Sequence[Tensor | None]) -> Tensor:
         """Gradients of all parameters of a held group, zeros for None, as one flat tensor: ``[trainable_numel]``."""
-        flat = self._gradient(self.held[group.index])
+        flat = self.held[group.index].gradient
         fill(group.layout.views(flat), gradients)
         return flat
 
@@ -196,20 +197,13 @@ class DeviceShare:
         held = self.held[group.index]
         if last and not held.filled and self._at_once:
             return packed  # used at once
-        flat = self._gradient(held)
+        flat = held.gradient
         if held.filled:
             flat.add_(packed)  # in fp32, rounded once, as the host adds
         else:
             flat.copy_(packed)
         held.filled = True
         return flat
-
-    def _gradient(self, held: Held) -> Tensor:
-        if held.gradient is None:
-            like = held.memory.wire
-            with torch.inference_mode(False):  # zeros, for the padding between parameters
-                held.gradient = torch.zeros(held.group.layout.trainable_numel, dtype=like.dtype, device=like.device)
-        return held.gradient
 
     def begin_backward(self) -> None:
         """Gradients of an earlier backward count no more."""

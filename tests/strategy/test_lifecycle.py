@@ -1,7 +1,9 @@
 """Before, between and after fits the module is ordinary; errors surface once and leave nothing behind."""
 
 import copy
+import gc
 import threading
+import weakref
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,7 @@ import zoo
 from fitting import QUIET, MegaTrainStrategy, assert_same_bits, fit, loader, stock
 from torch import Tensor, nn
 
+from lightning_megatrain.stream.engine import Engine
 from lightning_megatrain.update.optimizers import TorchUpdate
 
 PRECISIONS = ["32-true", "bf16-mixed", "bf16-true"]
@@ -37,6 +40,27 @@ def assert_ordinary(module: zoo.Zoo, reference: nn.Module) -> None:
 def test_module_is_ordinary_after_fit(name: str, precision: str) -> None:
     module, _ = fit(zoo.ALL[name], MegaTrainStrategy(), precision=precision, max_steps=2)
     assert_ordinary(module, zoo.ALL[name]())
+
+
+@pytest.mark.parametrize("update", ["blocking", "next_forward", "in_backward"])
+def test_device_memory_is_free_when_the_run_is_over(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and not when Python collects cycles: what follows in the process may need it."""
+    made = []
+    init = Engine.__init__
+
+    def noted(self: Engine, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        made.extend(weakref.ref(part) for part in (self, self.residents, self._fetcher.ring, self._gradients))
+
+    monkeypatch.setattr(Engine, "__init__", noted)
+    gc.collect()
+    gc.disable()
+    try:
+        trained = fit(zoo.Tied, MegaTrainStrategy(update=update), precision="bf16-mixed", max_steps=2)
+        assert [part() for part in made] == [None] * 4
+        del trained  # only now: whoever keeps the trainer keeps no device memory
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
