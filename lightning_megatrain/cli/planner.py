@@ -144,7 +144,9 @@ class Planner:
         if self.timed is None or self.keeps_graphs:
             return self.timed
         forward, backward = self.timed
-        return forward, backward - self.kept_graphs[0] / self.units * forward * self.flops.blocks / self.flops.model
+        # What a kept graph saves is a forward, which is a third of such a backward, or less where the host was slow.
+        recompute = min(forward, backward / 3) * self.flops.blocks / self.flops.model
+        return forward, backward - self.kept_graphs[0] / self.units * recompute
 
     @cached_property
     def timed(self) -> tuple[float, float] | None:
