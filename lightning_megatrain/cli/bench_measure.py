@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_megatrain.callbacks.measure import peak_host_rss
+from lightning_megatrain.callbacks.measure import peak_host_rss, streams_of
 from lightning_megatrain.memory.host import available_host_bytes
 from lightning_megatrain.recipes.causal_lm import CausalLM
 from lightning_megatrain.recipes.ceiling import Ceiling, ceiling_bytes
 from lightning_megatrain.recipes.random_weights import fill_weights
 from lightning_megatrain.strategy import MegaTrainStrategy
 from lightning_megatrain.stream.discovery import UnitSelector, find_units
+from lightning_megatrain.stream.spans import Span
 
 
 class RandomTokens(Dataset[dict[str, Tensor]]):
@@ -64,6 +65,8 @@ class Measured:
         host_rss: most resident bytes of this process so far; None where the system does not tell.
         kept_graphs: units that were not recomputed in the last step; None for the ceiling.
         device_groups: units and other groups that were updated on the device in the last step; None for the ceiling.
+        busy: seconds in which each lane worked, in the last step of those that warm up; empty for the ceiling.
+        waits: seconds in which the computing device had nothing to do in that step, by cause; empty for the ceiling.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -73,6 +76,8 @@ class Measured:
     host_rss: int | None = None
     kept_graphs: int | None = None
     device_groups: int | None = None
+    busy: dict[str, float] = field(default_factory=dict)
+    waits: dict[str, float] = field(default_factory=dict)
 
     def add(self, seconds: float, loss: float, device: torch.device) -> None:
         """Note a step that has just ended on `device`."""
@@ -82,6 +87,11 @@ class Measured:
         if device.type == "cuda":
             self.allocated = max(self.allocated or 0, torch.cuda.max_memory_allocated(device))
             self.reserved = max(self.reserved or 0, torch.cuda.max_memory_reserved(device))
+
+    def note(self, span: Span) -> None:
+        """Count a span of the step that is looked at."""
+        sums, key = (self.waits, span.verb) if span.lane == "wait" else (self.busy, span.lane)
+        sums[key] = sums.get(key, 0.0) + span.seconds
 
     def step_s(self, warmup: int, steps: int) -> float:
         """Median seconds of `steps` steps after the first `warmup`."""
@@ -110,6 +120,7 @@ class StepClock(L.Callback):
     Args:
         data: what is trained on.
         microbatch: rows that go through a block at once, as the strategy was asked.
+        warmup: steps of each size that are not measured; the last of them is looked at more closely.
 
     Attributes:
         measured: by index of the size.
@@ -118,11 +129,12 @@ class StepClock(L.Callback):
 
     reads_weights = False
 
-    def __init__(self, data: RandomTokens, microbatch: int | str | None) -> None:
+    def __init__(self, data: RandomTokens, microbatch: int | str | None, warmup: int) -> None:
         self.measured = [Measured() for _ in data.rows]
         self.schedule: str | None = None
         self._data = data
         self._slices = _slices(data.rows, microbatch)
+        self._last_warmup = warmup - 1
         self._last = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -139,6 +151,9 @@ class StepClock(L.Callback):
         size, step = divmod(batch_idx, self._data.each)
         if step == 0:
             _begin_size(size, self._slices, trainer.strategy.root_device)
+        streams = streams_of(trainer)
+        if step == self._last_warmup and streams is not None:
+            streams.attach(self.measured[size].note)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -153,6 +168,10 @@ class StepClock(L.Callback):
         measured = self.measured[size]
         measured.add(seconds, loss, strategy.root_device)
         measured.kept_graphs, measured.device_groups = strategy.kept_graphs, strategy.device_groups
+        streams = streams_of(trainer)
+        if step == self._last_warmup and streams is not None:
+            streams.collect()
+            streams.detach(measured.note)
         _say(f"{self._data.rows[size]} rows, step {step + 1} of {self._data.each}: {seconds:.3f} s, loss {loss:.4f}")
 
 
@@ -165,6 +184,7 @@ def measure_ceiling(
     compile: bool,
     device: torch.device,
     dtype: torch.dtype,
+    steps: int,
 ) -> list[Measured | Shortage]:
     """Time the ceiling on the batches that the strategy has.
 
@@ -177,6 +197,7 @@ def measure_ceiling(
         compile: compile the blocks.
         device: where everything is.
         dtype: of weights and gradients.
+        steps: of each size.
 
     Returns:
         One for each size.
@@ -192,12 +213,12 @@ def measure_ceiling(
             _begin_size(size, slices, device)
             measured = Measured()
             try:
-                for step in range(data.each):
+                for step in range(steps):
                     batch = data[size * data.each + step]
                     began = time.perf_counter()
                     loss = ceiling.step(batch, microbatch)
                     measured.add(time.perf_counter() - began, loss, device)
-                    _say(f"ceiling, {rows} rows, step {step + 1} of {data.each}: {measured.seconds[-1]:.3f} s")
+                    _say(f"ceiling, {rows} rows, step {step + 1} of {steps}: {measured.seconds[-1]:.3f} s")
                 results.append(measured)
             except torch.OutOfMemoryError:
                 module.zero_grad(set_to_none=True)

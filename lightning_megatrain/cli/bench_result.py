@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,6 +57,13 @@ def finish(cfg: DictConfig, result: Mapping[str, Any], table: Iterable[Renderabl
         console.print(part)
 
 
+def _version(package: str) -> str | None:
+    """None for one that is imported from a folder that nothing installed."""
+    with contextlib.suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
 def circumstances(command: str, device: torch.device) -> dict[str, Any]:
     """What has to stand beside every figure: command, hardware, versions, and the commit where it is known.
 
@@ -70,7 +78,7 @@ def circumstances(command: str, device: torch.device) -> dict[str, Any]:
         "device": "cpu",
     }
     versions: dict[str, str | None] = {"python": platform.python_version()}
-    versions |= {package.replace("-", "_"): version(package) for package in _PACKAGES}
+    versions |= {package.replace("-", "_"): _version(package) for package in _PACKAGES}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         hardware |= {"device": properties.name, "device_memory_bytes": properties.total_memory}

@@ -96,6 +96,11 @@ class Request:
         return [self.rows] if isinstance(self.rows, int) else self.rows
 
     @property
+    def ceiling_warmup(self) -> int:
+        """Steps of the ceiling that are not measured: it has nothing to adapt but what torch compiles."""
+        return min(self.warmup, 3)
+
+    @property
     def each(self) -> int:
         """Steps of each size; with a timeline, one of them is not measured."""
         return self.warmup + self.steps + (self.timeline is not None)
@@ -147,7 +152,7 @@ class StepBench:
         self.data = RandomTokens(request.sizes, request.each, seq_len=request.seq_len, vocabulary=vocabulary)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.flops_per_token = token_flops(model.model, request.seq_len).model
-        self.clock = StepClock(self.data, cfg.strategy.microbatch)
+        self.clock = StepClock(self.data, cfg.strategy.microbatch, request.warmup)
         self.trainer = L.Trainer(
             strategy=strategy,
             accelerator=request.accelerator,
@@ -177,6 +182,7 @@ class StepBench:
                 compile=self.cfg.strategy.compile,
                 device=self.device,
                 dtype=self.dtype,
+                steps=self.request.ceiling_warmup + self.request.steps,
             )
             give_back(self.device)
         self._train()
@@ -241,20 +247,22 @@ class StepBench:
         figures = {
             "rows": rows,
             "tokens": tokens,
-            **self._figures(ours, tokens),
+            **self._figures(ours, tokens, self.request.warmup),
             "peak_host_rss_bytes": ours.host_rss,
             "kept_graphs": ours.kept_graphs,
             "device_groups": ours.device_groups,
+            "busy_s": ours.busy,
+            "waits_s": ours.waits,
         }
         if isinstance(ceiling, Shortage):
             return {**figures, "ceiling": dataclasses.asdict(ceiling)}
         if ceiling is None:
             return figures
-        yardstick = self._figures(ceiling, tokens)
+        yardstick = self._figures(ceiling, tokens, self.request.ceiling_warmup)
         return {**figures, "ceiling": yardstick, "of_ceiling": figures["tokens_per_s"] / yardstick["tokens_per_s"]}
 
-    def _figures(self, measured: Measured, tokens: int) -> dict[str, Any]:
-        step = measured.step_s(self.request.warmup, self.request.steps)
+    def _figures(self, measured: Measured, tokens: int, warmup: int) -> dict[str, Any]:
+        step = measured.step_s(warmup, self.request.steps)
         return {
             "step_s": step,
             "tokens_per_s": tokens / step,

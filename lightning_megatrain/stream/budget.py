@@ -141,6 +141,8 @@ class Budget:
             return
         peak, before = self._memory.peak(), self._peak
         self._peak = peak
+        if peak < before:  # somebody made it begin anew, perhaps in the middle of the batch
+            return
         if not self._looks:
             self._notice(peak, before)
             return

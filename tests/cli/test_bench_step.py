@@ -56,6 +56,9 @@ def test_figures_belong_together(measured):
         assert size["of_ceiling"] == pytest.approx(ceiling["step_s"] / size["step_s"])
         flops = [f["model_tflops"] / f["tokens_per_s"] for f in (size, ceiling, result["sizes"][0])]
         assert flops == pytest.approx([flops[0]] * 3)
+        assert {"fetch", "compute", "push", "update"} <= size["busy_s"].keys()
+        assert 0 < sum(size["busy_s"].values()) <= 2 * sum(size["steps_s"])
+        assert size["waits_s"].keys() <= {"fetch", "push", "slab", "update", "worker"}
     assert result["command"].startswith("megatrain bench step model.config.hidden_size=32 ")
     assert result["versions"]["torch"] == torch.__version__
     assert json.loads(Path("result.json").read_text()) == result
@@ -74,6 +77,12 @@ def test_the_table_for_the_results_folder_has_a_row_for_each_size(measured):
     assert [row["label"] for row in rows] == [f"tiny, {n} tokens, clip 0.5, not compiled" for n in (16, 32)]
     assert all(f"| {row['label']} | `blocking` | " in table and f" {row['of_ceiling']:.3f} " in table for row in rows)
     assert result["command"] in table
+
+
+def test_the_ceiling_warms_up_in_three_steps(measured):
+    [size] = measured("warmup=5", "ceiling=true")["sizes"]
+    assert (len(size["steps_s"]), len(size["ceiling"]["steps_s"])) == (7, 5)
+    assert size["ceiling"]["step_s"] == pytest.approx(sum(size["ceiling"]["steps_s"][3:]) / 2)
 
 
 def test_without_a_ceiling_there_is_none(measured):

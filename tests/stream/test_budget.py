@@ -99,7 +99,7 @@ def test_relief_drops_graphs_and_lowers_the_number() -> None:
     for _ in range(4):
         assert budget.keeps((torch.empty(1, 4),)) == (len(graphs) < UNITS)
         graphs.append(KeptGraph("unit"))
-        graphs[-1].add([], [])
+        graphs[-1].add([], [], [])
         budget.hold(graphs[-1])
     with pytest.warns(RuntimeWarning, match="graphs of 4 units kept.* at most 3 are kept"):
         assert budget.relieve()
@@ -164,6 +164,18 @@ def test_peaks_of_the_past_do_not_count() -> None:
     memory.take(-4900)
     budget = Budget("auto", memory)
     assert [batch(budget, memory, rows=1, graph=500, loss=500) for _ in range(3)] == [0, 6, 6]
+
+
+def test_a_peak_that_somebody_else_resets_is_no_small_peak() -> None:
+    memory = Simulated(int(8000 / SPENDABLE) + 1)
+    budget = Budget("auto", memory)
+    kept = []
+    for index in range(12):
+        kept.append(batch(budget, memory, rows=1, graph=500, loss=6000))
+        if index % 3 == 1:
+            memory.reset_peak()
+    assert kept == [0, *[4] * 11]
+    assert memory.most <= memory.limit
 
 
 class Growing(Simulated):
