@@ -70,8 +70,13 @@ class Budget:
             return 0
         return max(0, int(self._memory.limit * SPENDABLE - self._bare))
 
+    @property
+    def size(self) -> int:
+        """Of the last batch: elements of the first floating-point tensor that its first use was given."""
+        return self._elements
+
     def reserve(self, nbytes: int) -> None:
-        """From now on ``nbytes`` more are taken all the time, by somebody else."""
+        """From now on ``nbytes`` more (or less, if negative) are taken all the time, by somebody else."""
         self._static += nbytes
         if self._largest is not None:
             elements, base, graph = self._largest

@@ -209,7 +209,7 @@ class Engine:
         if trains:
             self.budget.begin()
             if self.share is not None:
-                self.budget.reserve(self.share.begin(self.budget.spare))
+                self.budget.reserve(self.share.begin(self.budget.spare, self.budget.size))
         self._fetcher.in_step = True
         for unit in self.units:
             unit.pending = 0

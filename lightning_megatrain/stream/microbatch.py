@@ -102,6 +102,11 @@ class Slices:
         for start in range(0, self._batch, self._size):
             yield slice(start, min(start + self._size, self._batch))
 
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return 1 if self.whole else -(-self._batch // self._size)
+
     def is_last(self, part: slice) -> bool:
         """Whether ``part`` ends the batch."""
         return self.whole or part.stop == self._batch

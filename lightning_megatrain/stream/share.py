@@ -34,6 +34,23 @@ _HELPED = 0.8
 """Taking more has helped if no more than this part of the waiting is left."""
 
 
+@dataclass(frozen=True)
+class _Taking:
+    """What it was like before more groups were taken.
+
+    Attributes:
+        step: seconds of the last step.
+        waited: seconds of it that the device waited.
+        size: of its batch: seconds are compared with those of an equal one.
+        groups: how many were taken already.
+    """
+
+    step: float
+    waited: float
+    size: int
+    groups: int
+
+
 @dataclass(eq=False)
 class Held:
     """One group on the device.
@@ -78,32 +95,50 @@ class DeviceShare:
         self._updates = updates
         self._at_once = at_once
         self._steps = 0
-        self._waited_for: float | None = None  # seconds that made us take more, until it is seen whether that helped
+        self._taking: _Taking | None = None  # the last time that more were taken, until it is seen whether that helped
         self._began = time.perf_counter()
         self._waited = self._busy = 0.0  # seconds since then that the device waited for updates, and that those took
         streams.attach(self._note)
 
-    def begin(self, spare: int) -> int:
+    def begin(self, spare: int, size: int = 0) -> int:
         """A training step begins: take what is wanted, which is more if the step before waited for updates.
 
         Args:
             spare: device bytes that may be taken.
+            size: of the last batch, in any unit.
 
         Returns:
-            Bytes that were taken beyond those of earlier steps.
+            Bytes that are taken beyond those of the step before; less than 0 if groups went home.
         """
         self.begin_backward()  # gradients of the last step are used
         step, waited, busy = self._last_step()
         grown = 0
-        if self._steps in range(_FIRST, _LAST, _EVERY) and waited > WORTH * step and busy > 0:
-            if self._waited_for is not None and waited > _HELPED * self._waited_for:
-                self._steps = _LAST  # what is waited for is something else
-            else:
-                grown = self._grow(min(1.0, waited / busy), spare)
-                self._waited_for = waited if grown else None
+        if self._steps in range(_FIRST, _LAST, _EVERY):
+            grown = self._judge(_Taking(step, waited, size, len(self._wanted)), busy, spare)
         self._steps += 1
         self._take_wanted()
         return grown
+
+    def _judge(self, now: _Taking, busy: float, spare: int) -> int:
+        before, self._taking = self._taking, None
+        if before is not None and now.size == before.size and now.step > before.step:
+            # What waits no more makes up for less than the kept graphs that had to go.
+            self._steps = _LAST
+            return -self._give_up(before.groups)
+        if before is not None and now.waited > _HELPED * before.waited:
+            self._steps = _LAST  # what is waited for is something else
+            return 0
+        if now.waited <= WORTH * now.step or busy <= 0:
+            return 0
+        grown = self._grow(min(1.0, now.waited / busy), spare)
+        self._taking = now if grown else None
+        return grown
+
+    def _give_up(self, groups: int) -> int:
+        """Bring all but the first ``groups`` home, for good; device bytes that are free then."""
+        last, self._wanted = self._wanted[groups:], self._wanted[:groups]
+        self._bring_home([self.held[index] for index in last if index in self.held])
+        return sum(self.cost(self._store.groups[index]) for index in last)
 
     def _last_step(self) -> tuple[float, float, float]:
         """Seconds of the last step, of the device's waiting for the host's updates in it, and of those updates."""

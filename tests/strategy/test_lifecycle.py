@@ -56,7 +56,8 @@ def test_device_memory_is_free_when_the_run_is_over(update: str, monkeypatch: py
     gc.collect()
     gc.disable()
     try:
-        trained = fit(zoo.Tied, MegaTrainStrategy(update=update), precision="bf16-mixed", max_steps=2)
+        make = partial(zoo.Tied, log_norm=False)
+        trained = fit(make, MegaTrainStrategy(update=update), precision="bf16-mixed", max_steps=2)
         assert [part() for part in made] == [None] * 4
         del trained  # only now: whoever keeps the trainer keeps no device memory
     finally:

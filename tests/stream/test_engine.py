@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from lightning_megatrain.memory.slots import SlotRing
 from lightning_megatrain.stream import patch
+from lightning_megatrain.stream.gradients import ParameterGradients
+from lightning_megatrain.stream.microbatch import Slices
 from lightning_megatrain.stream.order import UseOrder
 from lightning_megatrain.stream.streams import HostStreams
 
@@ -99,6 +101,26 @@ def test_microbatch_gives_the_gradients_of_the_whole_batch(name: str, size: int)
     for (key, x), y in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6, msg=key)
     assert a.losses[0].allclose(b.losses[0])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_gradients_of_slices_are_added_in_fp32_and_rounded_once(count: int) -> None:
+    slices = Slices("unit", [torch.empty(count, 3)], 1)
+    parts = (torch.randn(count, 1000) * torch.exp2(torch.randint(-20, 20, (count, 1000)).float())).bfloat16()
+    before = parts.clone()
+    sums = ParameterGradients(3, slices)
+    for index, part in enumerate(parts):
+        sums.add([part, part if index == 0 else None, None])
+    whole, once, never = sums.result()
+    expected = parts[0].float()
+    for part in parts[1:]:
+        expected = expected + part.float()
+    assert whole is not None
+    assert once is not None
+    assert never is None
+    assert torch.equal(whole.bfloat16(), expected.bfloat16())
+    assert torch.equal(once.bfloat16(), parts[0])
+    assert torch.equal(parts, before)
 
 
 def test_microbatch_with_dropout_recomputes_what_forward_saw() -> None:

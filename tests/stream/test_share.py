@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import lightning_megatrain.session
 from lightning_megatrain.memory.device import DeviceMemory
 from lightning_megatrain.stream import share, staging
+from lightning_megatrain.stream.budget import Budget
 from lightning_megatrain.stream.share import DeviceShare
 from lightning_megatrain.stream.streams import HostStreams
 from lightning_megatrain.update.optimizers import AdamUpdate
@@ -422,6 +423,52 @@ def test_no_more_is_taken_when_it_does_not_help(shared: dict[str, Any], monkeypa
     monkeypatch.setattr(DeviceShare, "_last_step", lambda self: next(waits))
     fit(make, MegaTrainStrategy(update="blocking"), precision="bf16-mixed", max_steps=12)
     assert 0 < first < len(shared["held"]) < 10
+
+
+@pytest.mark.parametrize("update", SCHEDULES)
+def test_groups_go_home_if_steps_took_longer_with_them(
+    update: str, shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graphs that had to go for them may have saved more. What was taken before, and helped, stays."""
+    steps = iter([(s, w, 1.0) for s, w in [(1.0, 0.3)] * 4 + [(0.9, 0.2)] * 2 + [(0.95, 0.1)] * 6])
+    monkeypatch.setattr(DeviceShare, "_last_step", lambda self: next(steps))
+    make = partial(zoo.Encoder, layers=9, log_norm=False)
+    strategies = MegaTrainStrategy(update=update, device_update="never"), MegaTrainStrategy(update=update)
+    held: list[int | None] = []
+
+    class Held(L.Callback):
+        reads_weights = False
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            held.append(strategies[1].device_groups)
+
+    arguments = {"precision": "bf16-mixed", "max_steps": 12}
+    a, trainer_a = fit(make, strategies[0], **arguments)
+    steps = iter([(s, w, 1.0) for s, w in [(1.0, 0.3)] * 4 + [(0.9, 0.2)] * 2 + [(0.95, 0.1)] * 6])
+    b, trainer_b = fit(make, strategies[1], callbacks=[Held()], **arguments)
+    first, second = held[3], held[5]
+    assert first is not None
+    assert second is not None
+    assert 0 < first < second
+    assert held == [0, 0, 0, first, first, second, second, *[first] * 5]
+    assert_same_bits(a, b)
+    assert_same_optimizer_bits(trainer_a, trainer_b)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_seconds_are_compared_of_equal_batches(
+    alike: bool, shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = iter([(1.0 + 0.1 * i, 0.3 - 0.02 * i, 1.0) for i in range(7)])
+    sizes = iter([100 + i * (not alike) for i in range(7)])
+    monkeypatch.setattr(DeviceShare, "_last_step", lambda self: next(steps))
+    monkeypatch.setattr(Budget, "size", property(lambda self: next(sizes)))
+    homes = []
+    give_up = DeviceShare._give_up
+    monkeypatch.setattr(DeviceShare, "_give_up", lambda self, groups: (homes.append(groups), give_up(self, groups))[1])
+    fit(partial(zoo.Encoder, log_norm=False), MegaTrainStrategy(), precision="bf16-mixed", max_steps=7)
+    assert shared["held"]
+    assert homes == [0] * alike
 
 
 @pytest.mark.parametrize(("seconds", "moves"), [(0.01, True), (0.0, False)])
