@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatrain.cli.app import UserError
 from lightning_megatrain.memory.device import SPENDABLE
@@ -33,10 +33,11 @@ from lightning_megatrain.memory.store import StoreFormat
 from lightning_megatrain.precision import Bf16Precision, FullPrecision, MegaTrainPrecision, SplitMasterPrecision
 from lightning_megatrain.recipes.flops import TokenFlops, token_flops
 from lightning_megatrain.stream.bench import TRAINING_SHARE, Traffic, bench_device
+from lightning_megatrain.stream.chunked import CHILD as SLICED
 from lightning_megatrain.stream.discovery import find_units, make_groups
 from lightning_megatrain.stream.gradients import GRADIENT_BUFFERS
 from lightning_megatrain.stream.microbatch import rows_of_slices
-from lightning_megatrain.stream.rehearsal import MetaRehearsal, StepSettings, step_seconds
+from lightning_megatrain.stream.rehearsal import MetaRehearsal, StepMemory, StepSettings, step_seconds
 from lightning_megatrain.stream.share import RESERVE, WORTH
 from lightning_megatrain.update.bench import update_bandwidth
 from lightning_megatrain.update.gradients import SLABS
@@ -69,11 +70,13 @@ class Planner:
         self.units = len(units)
         self.groups: list[Group] = make_groups(module, units)
         self.flops: TokenFlops = token_flops(module.model, cfg.data.seq_len)
+        self._sliced_part = _part_in_slices(units.values()) if self.strategy["sequence_chunks"] else 0.0
         self.batches: int = cfg.trainer.accumulate_grad_batches
         self.rows: int = cfg.data.batch_size
         self.tokens: int = self.rows * cfg.data.seq_len * self.batches
         self.format = FORMATS[cfg.precision.lightning]
         self._has_device = self._device_memory() > 0
+        self._rehearsed_steps: dict[StepSettings, StepMemory | None] = {}
 
     def _module(self) -> L.LightningModule:
         """The model, without memory."""
@@ -181,6 +184,9 @@ class Planner:
             keeps_graphs=self.keeps_graphs if keeps_graphs is None else keeps_graphs,
             residents_early=schedule == "in_backward",
             norms=schedule != "in_backward" and self.format is not StoreFormat.FP32,
+            activations=self.strategy["activations"],
+            sequence_chunks=self.strategy["sequence_chunks"],
+            device_limit=self._device_limit(),
         )
 
     def _loss(self, module: L.LightningModule, device: torch.device) -> Tensor:
@@ -213,15 +219,17 @@ class Planner:
 
     def _work(self, *, kept: int) -> Work:
         """What a step asks for, all of it the host's, with the graphs of ``kept`` units kept."""
-        return work_of(
+        work = work_of(
             self.groups,
             self.format,
             tokens=self.tokens,
             batches=self.batches,
             flops_per_token=self.flops.model,
-            block_flops_per_token=self.flops.blocks * (1 - kept / self.units),
+            # What is run in slices of the sequence is computed once more in the backward.
+            block_flops_per_token=self.flops.blocks * (1 - kept / self.units + self._sliced_part),
             moment_bytes=self.moment_bytes,
         )
+        return dataclasses.replace(work, saved_bytes=self.saved_on_host)
 
     @property
     def keeps_graphs(self) -> bool:
@@ -251,18 +259,34 @@ class Planner:
     def _rehearsal(self) -> MetaRehearsal:
         return MetaRehearsal(self._rehearsed, self.strategy["units"])
 
+    def _step_memory(self, settings: StepSettings) -> StepMemory | None:
+        """What a step takes; None where that cannot be told, or no device is planned."""
+        if not self._has_device:
+            return None
+        if settings not in self._rehearsed_steps:
+            try:
+                found = self._rehearsal.memory(settings, lambda where: self._loss(self._rehearsed, where))
+            except (RuntimeError, NotImplementedError):  # an operation without a form on the meta device
+                found = None
+            self._rehearsed_steps[settings] = found
+        return self._rehearsed_steps[settings]
+
     def device_peak(
         self, schedule: Schedule, microbatch: int | None, *, keeps_graphs: bool | None = None
     ) -> int | None:
         """Most device bytes in a step; None where they cannot be told, or no device is planned."""
-        if not self._has_device:
-            return None
-        try:
-            settings = self._settings(schedule, microbatch, keeps_graphs=keeps_graphs)
-            found = self._rehearsal.memory(settings, lambda where: self._loss(self._rehearsed, where))
-        except (RuntimeError, NotImplementedError):  # an operation without a form on the meta device
-            return None
-        return found.peak + self._packed_mask_bytes() + KERNEL_BYTES
+        found = self._step_memory(self._settings(schedule, microbatch, keeps_graphs=keeps_graphs))
+        return None if found is None else self._whole_peak(found)
+
+    def _whole_peak(self, step: StepMemory) -> int:
+        """With what the rehearsal does not see."""
+        return step.peak + self._packed_mask_bytes() + KERNEL_BYTES
+
+    @cached_property
+    def saved_on_host(self) -> int:
+        """Host bytes of units' inputs that wait there for their backward."""
+        found = self._step_memory(self._settings(self.schedule()[0], self.microbatch))
+        return 0 if found is None else found.saved_on_host
 
     def _packed_mask_bytes(self) -> int:
         """Of the mask that keeps packed sequences apart, as booleans and as what is added to the scores."""
@@ -348,9 +372,10 @@ class Planner:
             ("precision=bf16_true strategy.moments_dtype=bfloat16", schedule, StoreFormat.BF16, "bfloat16"),
         ]
         for text, when, store_format, moments_dtype in options:
-            if self.bytes_with(when, store_format, moments_dtype).host_bytes <= self.machine.host_bytes:
+            needed_bytes = self.bytes_with(when, store_format, moments_dtype).host_bytes + self.saved_on_host
+            if needed_bytes <= self.machine.host_bytes:
                 return f"it would fit with {text}"
-        total = self.bytes_with(schedule, self.format, moments).host_bytes
+        total = self.bytes_with(schedule, self.format, moments).host_bytes + self.saved_on_host
         return f"no setting fits; {format_bytes(total + SYSTEM_BYTES)} of host memory would"
 
     def _remedies(self, schedule: Schedule, fits_host: bool, fits_device: bool) -> str | None:
@@ -359,12 +384,29 @@ class Planner:
         if not fits_device:
             if self.strategy["microbatch"] not in (self.microbatch, "auto"):
                 found.append(f"the device would hold it with strategy.microbatch={self.microbatch}")
+            elif settings := self._smaller_on_device(schedule):
+                found.append(f"the device would hold it with {settings}")
             else:
                 found.append(
                     f"the device is too small for its units at data.batch_size={self.rows} and "
                     f"data.seq_len={self.cfg.data.seq_len}; set a smaller one of these"
                 )
         return "; ".join(found) or None
+
+    def _smaller_on_device(self, schedule: Schedule) -> str | None:
+        """Settings with which a step of the same batch fits the device, the fewest that do."""
+        now = self._settings(schedule, self.microbatch)
+        chunks = max(8, self.strategy["sequence_chunks"] or 0)
+        for changes in (
+            {"activations": "host"},
+            {"sequence_chunks": chunks},
+            {"activations": "host", "sequence_chunks": chunks},
+            {"activations": "host", "sequence_chunks": 4 * chunks},
+        ):
+            found = self._step_memory(dataclasses.replace(now, **changes))
+            if found is not None and self._whole_peak(found) <= self._device_limit():
+                return " ".join(f"strategy.{name}={value}" for name, value in changes.items())
+        return None
 
     def _least_recompute(self) -> str:
         """Whether the device has room for the graphs of all units."""
@@ -393,7 +435,9 @@ class Planner:
         planned = self.bytes_with(schedule, self.format, self.strategy["moments_dtype"])
         work = on_device(self._work(kept=self.kept_graphs[0]), self.device_update[0])
         predicted = forecast(work, self.machine, schedule, self.measured)
-        fits_host = planned.host_bytes <= self.machine.host_bytes
+        host = {**planned.host, "activations": self.saved_on_host}
+        host_bytes = sum(host.values())
+        fits_host = host_bytes <= self.machine.host_bytes
         device = planned.device
         asked = self.strategy["microbatch"]
         if self.peak is not None:
@@ -413,9 +457,9 @@ class Planner:
             "remedy": self._remedies(schedule, fits_host, fits_device),
             "update": schedule,
             "update_because": why,
-            "host_bytes": planned.host_bytes,
+            "host_bytes": host_bytes,
             "host_available_bytes": self.machine.host_bytes,
-            "host_bytes_by_item": planned.host,
+            "host_bytes_by_item": host,
             "host_bytes_per_parameter": planned.host_bytes_per_parameter,
             "device_bytes": device_bytes,
             "device_available_bytes": device_memory,
@@ -454,6 +498,16 @@ class Planner:
                 "price_per_billion_tokens": node_hours * node.price_per_hour,
             },
         }
+
+
+def _part_in_slices(units: Iterable[nn.Module]) -> float:
+    """Part of the units' parameters that ``sequence_chunks`` concerns."""
+    sizes = [
+        (sum(p.numel() for p in part.parameters()), sum(p.numel() for p in unit.parameters()))
+        for unit in units
+        for part in [getattr(unit, SLICED, nn.Identity())]
+    ]
+    return sum(part for part, _ in sizes) / max(1, sum(whole for _, whole in sizes))
 
 
 _PRECISIONS: dict[StoreFormat, Callable[[], MegaTrainPrecision]] = {

@@ -45,6 +45,7 @@ class Work:
         update_bytes: host memory traffic of the update.
         last_bytes: of ``pushed_bytes``, those of the parameters whose gradients come last, which are needed first: the
             embedding's. Where the update runs in the backward, nothing hides theirs.
+        saved_bytes: inputs of units that wait on the host, pushed in a batch's forward and fetched in its backward.
     """
 
     tokens: int
@@ -55,6 +56,7 @@ class Work:
     pushed_bytes: int
     update_bytes: int
     last_bytes: int = 0
+    saved_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,9 @@ class Forecast:
     """Predicted seconds of one step, by what takes them, and of the whole; they overlap, so they do not add up.
 
     Attributes:
-        fetch: weights to the device, forward and backward.
+        fetch: weights to the device, forward and backward, and saved inputs.
         compute: arithmetic, recompute included.
-        push: gradients to the host.
+        push: gradients to the host, and saved inputs.
         update: the host optimizer.
         step: the whole step.
         binds: what the step waits for most: ``"fetch"``, ``"compute"``, ``"push"`` or ``"update"``.
@@ -138,7 +140,8 @@ def on_device(work: Work, part: float) -> Work:
 def forecast(work: Work, machine: Machine, schedule: Schedule, measured: tuple[float, float] | None = None) -> Forecast:
     """Predict a step.
 
-    A pass over the model takes as long as the slowest of what runs in it: in the forward fetch and compute, with
+    A pass over the model takes as long as the slowest of what runs in it: in the forward fetch, compute and the push of
+    saved inputs, with
     ``next_forward`` also the update of the step before; in the backward fetch, compute (a forward again, and twice as
     much for the gradients) and push, with ``in_backward`` also the update, after which the embedding's is left.
     ``blocking`` adds the update to both.
@@ -157,8 +160,9 @@ def forecast(work: Work, machine: Machine, schedule: Schedule, measured: tuple[f
     forward_flops = work.model_flops / 3 / work.batches
     backward_flops = (2 * work.model_flops + work.block_flops) / 3 / work.batches
     computes = measured or (forward_flops / machine.flops_per_s, backward_flops / machine.flops_per_s)
-    forward = {"fetch": fetch, "compute": computes[0]}
-    backward = {"fetch": fetch, "compute": computes[1], "push": push}
+    saved = work.saved_bytes / link if link else 0.0
+    forward = {"fetch": fetch, "compute": computes[0], "push": saved}
+    backward = {"fetch": fetch + saved, "compute": computes[1], "push": push}
     passes = [forward, backward] * work.batches
     if schedule == "next_forward":
         passes = [{**forward, "update": update}, *passes[1:]]
@@ -172,9 +176,9 @@ def forecast(work: Work, machine: Machine, schedule: Schedule, measured: tuple[f
         slowest = max(one, key=lambda what: one[what])
         waits[slowest] = waits.get(slowest, 0.0) + one[slowest]
     return Forecast(
-        fetch=2 * fetch * work.batches,
+        fetch=(forward["fetch"] + backward["fetch"]) * work.batches,
         compute=(forward["compute"] + backward["compute"]) * work.batches,
-        push=push * work.batches,
+        push=(forward["push"] + backward["push"]) * work.batches,
         update=update,
         step=sum(waits.values()),
         binds=max(waits, key=lambda what: waits[what]),

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from lightning_megatrain.memory.arena import Arena
+from lightning_megatrain.memory.device import DeviceMemory, device_memory
 from lightning_megatrain.memory.layout import Group
 from lightning_megatrain.memory.store import Store, StoreFormat
 from lightning_megatrain.stream.budget import Budget
 from lightning_megatrain.stream.discovery import UnitSelector, find_units, make_groups
 from lightning_megatrain.stream.engine import Engine
+from lightning_megatrain.stream.saved import Activations, SavedInputs
 from lightning_megatrain.stream.streams import Copy, Event, HostStreams, Lane, Streams
 from lightning_megatrain.stream.tracker import MemoryTracker, OnDevice
 
@@ -31,6 +34,9 @@ class StepSettings:
         keeps_graphs: whether every unit's graph is kept.
         residents_early: as :attr:`GradientSink.takes_residents_early`.
         norms: as :attr:`GradientSink.wants_norms`.
+        activations: as for :class:`SavedInputs`.
+        sequence_chunks: as for :class:`Engine`.
+        device_limit: bytes of the device that may be used.
     """
 
     store_format: StoreFormat
@@ -39,19 +45,24 @@ class StepSettings:
     keeps_graphs: bool
     residents_early: bool
     norms: bool
+    activations: Activations = "device"
+    sequence_chunks: int | None = None
+    device_limit: int = 0
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Device bytes of a training step.
+    """Bytes that a training step takes.
 
     Attributes:
-        engine: what the engine holds throughout: resident weights, slots, gradient buffers.
-        peak: the most at any time, with the batch, activations and gradients.
+        engine: of the device, what the engine holds throughout: resident weights, slots, gradient buffers.
+        peak: of the device, the most at any time, with the batch, activations and gradients.
+        saved_on_host: of the host, inputs of units that wait there for their backward.
     """
 
     engine: int
     peak: int
+    saved_on_host: int = 0
 
 
 class MetaRehearsal:
@@ -87,13 +98,19 @@ class MetaRehearsal:
         for memory in (store.wire_memory, store.slab_memory):
             tracker.leave_out(memory)
         modules = list(self._units.values())
+        streams = _MetaStreams(device)
+        saved = _MetaSavedInputs(settings, streams, tracker, len(modules) + self._left_out)
         with _Top(tracker, modules) as top, tracker, OnDevice():
             # Autograd runs nodes without the function modes around it, hence the recompute enters its own.
-            engine = _engine(self._model, modules, settings, store, _MetaStreams(device), OnDevice)
+            engine = _engine(self._model, modules, settings, store, streams, OnDevice, saved)
             held = tracker.live
             _step(engine, lambda: loss(device))
-        peak = max(tracker.peak, top.peak + self._left_out * top.saved_per_unit) if self._left_out else tracker.peak
-        return StepMemory(engine=held, peak=peak)
+        on_host = saved.most // len(modules)  # of each unit, for all save the same
+        peak = tracker.peak
+        if self._left_out:
+            # Of the few that are run, the last ones' copies are still under way.
+            peak = max(peak, top.peak + self._left_out * max(0, top.saved_per_unit - on_host))
+        return StepMemory(engine=held, peak=peak, saved_on_host=on_host * (len(modules) + self._left_out))
 
 
 _SHORT = 4
@@ -202,7 +219,11 @@ def step_seconds(
     for memory in (store.wire_memory, store.slab_memory):  # drawn on the device, which is faster
         memory.copy_(torch.randn(memory.numel(), dtype=memory.dtype, device=device) * 0.02)
     streams = Streams.on(device)
-    engine = _engine(model, list(modules.values()), settings, store, streams, compute_context)
+    limit = settings.device_limit or "auto"
+    saved = SavedInputs(
+        settings.activations, streams, device_memory(device, limit), len(modules), pin=True, host_limit=None
+    )
+    engine = _engine(model, list(modules.values()), settings, store, streams, compute_context, saved)
 
     def run() -> Tensor:
         with step_context():
@@ -231,6 +252,7 @@ def _engine(
     store: "_EmptyStore",
     streams: Streams,
     compute_context: Any,
+    saved: SavedInputs,
 ) -> Engine:
     for group in store.groups:
         store.show(group)
@@ -242,6 +264,8 @@ def _engine(
         streams,
         prefetch=settings.prefetch,
         microbatch=settings.microbatch,
+        sequence_chunks=settings.sequence_chunks,
+        saved=saved,
         budget=Budget("never" if settings.keeps_graphs else "always"),
         sink=_NoUpdates(store, settings),
         compute_context=compute_context,
@@ -314,6 +338,60 @@ class _MetaStreams(HostStreams):
 
     def copy(self, lane: Lane, target: Tensor, source: Tensor, after: Any = ()) -> Copy:
         return Copy(target, source, Event())
+
+
+_MOST_HOST_BYTES = 1 << 50
+
+
+class _MetaArena(Arena):
+    """Host memory that takes none: a part of a tensor on the meta device."""
+
+    def __init__(self, memory: Tensor) -> None:
+        super().__init__(0)
+        self.nbytes = memory.numel()
+        self._memory = memory
+
+    def view(self, dtype: torch.dtype, numel: int, offset: int = 0) -> Tensor:
+        return self._memory[offset : offset + numel * dtype.itemsize].view(dtype)
+
+    def close(self) -> None:
+        return
+
+
+class _Tracked(DeviceMemory):
+    """What the tracker counts."""
+
+    def __init__(self, tracker: MemoryTracker, limit: int) -> None:
+        self.limit = limit
+        self._tracker = tracker
+
+    def allocated(self) -> int:
+        return self._tracker.live
+
+    def peak(self) -> int:
+        return self._tracker.peak
+
+    def reset_peak(self) -> None:
+        return
+
+
+class _MetaSavedInputs(SavedInputs):
+    """Inputs that go to the host go nowhere.
+
+    Attributes:
+        most: host bytes that were held at once.
+    """
+
+    def __init__(self, settings: StepSettings, streams: Streams, tracker: MemoryTracker, units: int) -> None:
+        memory = _Tracked(tracker, settings.device_limit)
+        super().__init__(settings.activations, streams, memory, units, pin=False, host_limit=_MOST_HOST_BYTES)
+        self.most = 0
+        self._host = torch.empty(_MOST_HOST_BYTES, dtype=torch.uint8, device="meta")
+        tracker.leave_out(self._host)
+
+    def _arena(self, nbytes: int) -> Arena:
+        self.most = max(self.most, self.nbytes)
+        return _MetaArena(self._host[:nbytes])
 
 
 class _NoUpdates:

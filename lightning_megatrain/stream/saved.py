@@ -28,8 +28,8 @@ _UNDER_WAY = 2
 class _Buffer:
     """Host memory for one tensor, used again and again."""
 
-    def __init__(self, nbytes: int, *, pin: bool) -> None:
-        self.arena = Arena(nbytes, pin=pin)
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
         self.read = Event()  # the copy that last read it
 
 
@@ -43,9 +43,9 @@ class SavedOnHost:
     def __init__(self, position: int, tensor: Tensor, buffer: _Buffer, give_back: Callable[[_Buffer], None]) -> None:
         self.position = position
         # As it lies in memory, where it has no gaps: a block may ask for a view that other strides do not allow.
-        self.form = torch.empty_like(tensor, device="meta")
-        flat = buffer.arena.view(tensor.dtype, tensor.numel())
-        self.host = flat.as_strided(tensor.shape, self.form.stride())
+        self.host = buffer.arena.view(tensor.dtype, tensor.numel()).as_strided(
+            tensor.shape, _strides_without_gaps(tensor)
+        )
         self.buffer = buffer
         self.pushed = Event()  # and not the copy, which would hold the source
         self.fetched: Copy | None = None
@@ -151,7 +151,8 @@ class SavedInputs:
             self._finish()
         for one in saved:
             if one.fetched is None:
-                target = torch.empty_like(one.form, device=self._streams.device)
+                like = one.host
+                target = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._streams.device)
                 after = [self._streams.record(), one.pushed]  # what had the target's memory is done with it
                 with self._streams.span("fetch", "fetch input", target.nbytes):
                     one.fetched = self._streams.copy("fetch", target, one.host, after=after)
@@ -192,7 +193,10 @@ class SavedInputs:
                 "use shorter sequences or smaller batches, or raise host_memory if there is more."
             )
         self.nbytes += nbytes
-        return _Buffer(nbytes, pin=self._pin)
+        return _Buffer(self._arena(nbytes))
+
+    def _arena(self, nbytes: int) -> Arena:
+        return Arena(nbytes, pin=self._pin)
 
     def _give_back(self, buffer: _Buffer) -> None:
         self._free.setdefault(buffer.arena.nbytes, []).append(buffer)
@@ -205,3 +209,12 @@ class SavedInputs:
                 buffer.arena.close()
         self._free.clear()
         self.nbytes = 0
+
+
+def _strides_without_gaps(tensor: Tensor) -> list[int]:
+    """Strides of a tensor of the same shape, its dimensions in the same order in memory and nothing between them."""
+    strides, step = [0] * tensor.dim(), 1
+    for dim in sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), -d)):
+        strides[dim] = step
+        step *= max(1, tensor.shape[dim])
+    return strides

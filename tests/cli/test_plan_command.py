@@ -79,7 +79,7 @@ def test_the_plan_of_a_run_is_the_plan_that_the_run_makes(planned, monkeypatch):
     end = MegaTrainStrategy.on_train_end
     monkeypatch.setattr(MegaTrainStrategy, "on_train_end", lambda self: (seen.append(self.plan), end(self)))
     main(["train", *overrides, "trainer.accelerator=cpu", "trainer.limit_val_batches=1", "sample.max_new_tokens=0"])
-    assert seen[0].host == plan["host_bytes_by_item"]
+    assert {**seen[0].host, "activations": 0} == plan["host_bytes_by_item"]
     assert seen[0].device == plan["device_bytes_by_item"]
 
 
@@ -169,6 +169,26 @@ def test_the_best_settings_fit(planned):
     assert kept["device_bytes"] == pytest.approx(few["device_bytes"], rel=0.01)
     assert kept["device_bytes"] > always["device_bytes"]
     assert kept["compute_s"] == few["compute_s"] < always["compute_s"]
+
+
+def test_long_inputs_wait_on_the_host_and_what_would_fit_is_named(planned):
+    """7.6B at 131,072 tokens: with inputs on the host, 60 GiB of the device are enough."""
+    base = ("model=qwen2_5_7b", "host=workstation_256gb", "data.seq_len=131072", "data.batch_size=1", *H200)
+    base += ("strategy.recompute=always", "strategy.device_update=never", "strategy.device_memory=60GiB")
+    stays = planned(*base, "strategy.activations=device")
+    assert not stays["fits"]
+    assert stays["host_bytes_by_item"]["activations"] == 0
+    setting = stays["remedy"].removeprefix("the device would hold it with ")
+    assert setting == "strategy.activations=host"
+    moved = planned(*base, setting)
+    assert moved["fits"]
+    assert moved["host_bytes_by_item"]["activations"] == 28 * 131072 * 3584 * 2
+    assert moved["host_bytes"] == stays["host_bytes"] + moved["host_bytes_by_item"]["activations"]
+    assert moved["push_s"] > stays["push_s"]
+    sliced = planned(*base, setting, "strategy.sequence_chunks=8")
+    assert sliced["device_bytes"] < 0.7 * moved["device_bytes"]
+    assert moved["compute_s"] < sliced["compute_s"] < 1.3 * moved["compute_s"]
+    assert planned(*base)["host_bytes_by_item"]["activations"] > 0  # auto
 
 
 def test_updates_that_would_be_waited_for_move_to_the_device(planned):

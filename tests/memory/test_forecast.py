@@ -68,6 +68,15 @@ def test_a_slow_link_binds_and_accumulation_pays_it_again() -> None:
     assert four.compute == pytest.approx(one.compute)
 
 
+def test_inputs_that_wait_on_the_host_cross_the_link_twice() -> None:
+    slow = dataclasses.replace(H200, link_bytes_per_s=1e9)
+    without = step_of_7b(8192)
+    work = dataclasses.replace(without, saved_bytes=5 * 10**9, batches=2)
+    one, two = (forecast(w, slow, "next_forward") for w in (without, work))
+    assert two.fetch == pytest.approx(2 * (one.fetch + 5))
+    assert two.push == pytest.approx(2 * (one.push + 5))
+
+
 def test_tokens_from_which_link_and_update_are_hidden() -> None:
     for schedule in ("in_backward", "next_forward"):
         needed = tokens_to_hide(step_of_7b(8192), H200, schedule)

@@ -12,6 +12,7 @@ from fitting import QUIET, MegaTrainStrategy, assert_same_bits, assert_same_opti
 from torch import Tensor, nn
 
 import lightning_megatrain.session
+from lightning_megatrain.memory.arena import Arena
 from lightning_megatrain.memory.device import DeviceMemory
 from lightning_megatrain.stream import engine, microbatch, saved
 from lightning_megatrain.stream.microbatch import SliceRows, rows_of_slices
@@ -69,9 +70,9 @@ def test_host_memory_is_used_again(pushed: list[int], monkeypatch: pytest.Monkey
     made = []
     buffer = saved._Buffer
 
-    def counted(nbytes: int, *, pin: bool) -> Any:
-        made.append(nbytes)
-        return buffer(nbytes, pin=pin)
+    def counted(arena: Arena) -> Any:
+        made.append(arena.nbytes)
+        return buffer(arena)
 
     monkeypatch.setattr(saved, "_Buffer", counted)
     fit(partial(zoo.Encoder, layers=4, log_norm=False), MegaTrainStrategy(activations="host"), max_steps=6)

@@ -62,6 +62,29 @@ def test_a_few_units_speak_for_all(arch, config, microbatch, kept, early):
     assert whole.peak > whole.engine > 0
 
 
+@pytest.mark.parametrize("chunks", [None, 4])
+@pytest.mark.parametrize("activations", ["host", "auto"])
+def test_inputs_on_the_host_leave_the_device(activations, chunks):
+    rows, time, layers, few = 32, 512, 9, {"vocab_size": 64}
+    how = part(activations=activations, sequence_chunks=chunks, device_limit=5 * 10**7)
+    whole = memory(build(layers=layers, **few), how, rows=rows, time=time, shorten=False)
+    assert memory(build(layers=layers, **few), how, rows=rows, time=time) == whole
+    one = rows * time * 64 * 2
+    assert whole.saved_on_host == layers * one
+    stay = memory(build(layers=layers, **few), part(sequence_chunks=chunks), rows=rows, time=time)
+    assert stay.saved_on_host == 0
+    assert stay.peak - whole.peak == pytest.approx((layers - 4) * one, abs=2 * one)  # some are under way
+    roomy = part(activations="auto", sequence_chunks=chunks, device_limit=10**12)
+    assert memory(build(layers=layers, **few), roomy, rows=rows, time=time) == stay
+
+
+def test_slices_of_the_sequence_take_less():
+    shape, few = {"rows": 32, "time": 512}, {"vocab_size": 64, "intermediate_size": 640}
+    peaks = [memory(build(**few), part(sequence_chunks=n), **shape).peak for n in (None, 2, 8)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[2] < 0.7 * peaks[0]
+
+
 def test_units_of_several_forms_are_all_run():
     module = build(layers=6)
     wide = build(layers=6, intermediate_size=640).model.model.layers
