@@ -108,13 +108,7 @@ class Planner:
     @cached_property
     def machine(self) -> Machine:
         """The machine that the config names; what it leaves open is read from this one, or measured."""
-        cfg, host, gpu = self.cfg, self.cfg.host, self.cfg.gpu
-        if cfg.strategy.host_memory != "auto":
-            memory = parse_bytes(cfg.strategy.host_memory)
-        elif host.memory is not None:
-            memory = parse_bytes(host.memory) - SYSTEM_BYTES
-        else:
-            memory = available_host_bytes()
+        host, gpu = self.cfg.host, self.cfg.gpu
         dram = self._update_bandwidth() if host.dram_gb_per_s is None else host.dram_gb_per_s * 1e9
         peak = gpu.fp32_tflops if self.format is StoreFormat.FP32 else gpu.bf16_tflops
         if peak is None:
@@ -124,7 +118,15 @@ class Planner:
             link = None if gpu.link_gb_per_s is None else gpu.link_gb_per_s * 1e9
         if link is not None and host.pcie_gb_per_s is not None:
             link = min(link, host.pcie_gb_per_s * 1e9)
-        return Machine(memory, dram, link, rate)
+        return Machine(self.host_memory, dram, link, rate)
+
+    @cached_property
+    def host_memory(self) -> int:
+        """Host bytes that may be used."""
+        limit, installed = self.cfg.strategy.host_memory, self.cfg.host.memory
+        if limit != "auto":
+            return parse_bytes(limit)
+        return available_host_bytes() if installed is None else parse_bytes(installed) - SYSTEM_BYTES
 
     @staticmethod
     def _update_bandwidth() -> float:
@@ -177,6 +179,7 @@ class Planner:
     def _settings(
         self, schedule: Schedule, microbatch: int | None, *, keeps_graphs: bool | None = None
     ) -> StepSettings:
+        planned = self.bytes_with(schedule, self.format, self.strategy["moments_dtype"])
         return StepSettings(
             store_format=self.format,
             prefetch=self.strategy["prefetch"],
@@ -187,6 +190,7 @@ class Planner:
             activations=self.strategy["activations"],
             sequence_chunks=self.strategy["sequence_chunks"],
             device_limit=self._device_limit(),
+            host_limit=max(0, self.host_memory - planned.host_bytes),
         )
 
     def _loss(self, module: L.LightningModule, device: torch.device) -> Tensor:
@@ -336,7 +340,7 @@ class Planner:
         summed = self.batches > 1 and store_format is not StoreFormat.FP32 and schedule != "in_backward"
         if summed and wanted != "bfloat16":
             wide = self._bytes_with(schedule, store_format, moments_dtype, gradient_bytes=4)
-            if wanted == "float32" or wide.host_bytes <= self.machine.host_bytes:
+            if wanted == "float32" or wide.host_bytes <= self.host_memory:
                 return wide
         return self._bytes_with(schedule, store_format, moments_dtype, gradient_bytes=None)
 
@@ -373,7 +377,7 @@ class Planner:
         ]
         for text, when, store_format, moments_dtype in options:
             needed_bytes = self.bytes_with(when, store_format, moments_dtype).host_bytes + self.saved_on_host
-            if needed_bytes <= self.machine.host_bytes:
+            if needed_bytes <= self.host_memory:
                 return f"it would fit with {text}"
         total = self.bytes_with(schedule, self.format, moments).host_bytes + self.saved_on_host
         return f"no setting fits; {format_bytes(total + SYSTEM_BYTES)} of host memory would"
@@ -425,7 +429,7 @@ class Planner:
         fitting = [
             s
             for s in legal
-            if self.bytes_with(s, self.format, self.strategy["moments_dtype"]).host_bytes <= self.machine.host_bytes
+            if self.bytes_with(s, self.format, self.strategy["moments_dtype"]).host_bytes <= self.host_memory
         ]
         return min(fitting or legal, key=lambda s: forecast(work, self.machine, s, self.measured).step)
 
@@ -437,7 +441,7 @@ class Planner:
         predicted = forecast(work, self.machine, schedule, self.measured)
         host = {**planned.host, "activations": self.saved_on_host}
         host_bytes = sum(host.values())
-        fits_host = host_bytes <= self.machine.host_bytes
+        fits_host = host_bytes <= self.host_memory
         device = planned.device
         asked = self.strategy["microbatch"]
         if self.peak is not None:
@@ -458,7 +462,7 @@ class Planner:
             "update": schedule,
             "update_because": why,
             "host_bytes": host_bytes,
-            "host_available_bytes": self.machine.host_bytes,
+            "host_available_bytes": self.host_memory,
             "host_bytes_by_item": host,
             "host_bytes_per_parameter": planned.host_bytes_per_parameter,
             "device_bytes": device_bytes,

@@ -43,6 +43,7 @@ class Budget:
         self._elements = 0  # of this batch: of the first use's first floating-point tensor
         self._graph = self._graph_of_use = 0  # bytes of this batch's largest graph, and of the one being made
         self._batches = 0
+        self._open = False  # a batch has begun whose memory was not looked at
         # Of the largest batch so far: its elements, the bytes it would take with no graph kept, and those of a graph.
         self._largest: tuple[int, float, float] | None = None
         self._static = 0
@@ -56,7 +57,8 @@ class Budget:
 
     def begin(self) -> None:
         """A batch starts."""
-        self._finish()
+        self.end()
+        self._open = True
         self._uses_before, self._uses, self._kept, self._graph = self._uses or self._uses_before, 0, 0, 0
         if self._memory is not None and self._largest is None:
             self._static = self._memory.allocated()
@@ -140,14 +142,16 @@ class Budget:
         count = max(0, int(left / max(1.0, graph * ratio)))
         return count if self._most is None else min(count, self._most)
 
-    def _finish(self) -> None:
-        """Learn from the batch that ended."""
-        if self._memory is None or not self._uses:
+    def end(self) -> None:
+        """The batch's backward is over, and what it took is known; does nothing the second time.
+
+        At once, for whoever makes peaks count anew between two batches must not hide this one's.
+        """
+        if not self._open or self._memory is None or not self._uses:
             return
+        self._open = False
         peak, before = self._memory.peak(), self._peak
         self._peak = peak
-        if peak < before:  # somebody made it begin anew, perhaps in the middle of the batch
-            return
         if not self._looks:
             self._notice(peak, before)
             return
@@ -159,8 +163,10 @@ class Budget:
             # the graphs are of different sizes, dropping them frees less.
             self._bare = max(self._bare, peak)
         elif self._elements == self._largest[0]:
-            # A peak of this batch's own is what so many graphs take. An earlier one's is a bound.
-            self._largest = (self._elements, base if peak > before else min(base, self._largest[1]), self._graph)
+            # A peak of this batch's own is what so many graphs take: a higher one, or a lower one because somebody made
+            # it count anew. An earlier one's is a bound.
+            own = peak != before
+            self._largest = (self._elements, base if own else min(base, self._largest[1]), self._graph)
 
     def _notice(self, peak: int, before: int) -> None:
         """A peak that rose although the batch was no larger: what is outside the units took more than it did."""

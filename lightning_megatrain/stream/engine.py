@@ -210,6 +210,8 @@ class Engine:
             self.budget.begin()
             if self.share is not None:
                 self.budget.reserve(self.share.begin(self.budget.spare, self.budget.size))
+        elif self.share is not None:
+            self.share.interrupt()
         self._fetcher.in_step = True
         for unit in self.units:
             unit.pending = 0
@@ -282,6 +284,7 @@ class Engine:
         self._arrived.clear()
         for group in self.residents.groups:
             self._push_resident(group)
+        self.budget.end()
 
     def _push_resident(self, group: Group) -> None:
         assert self.sink is not None

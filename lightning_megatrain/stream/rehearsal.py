@@ -37,6 +37,7 @@ class StepSettings:
         activations: as for :class:`SavedInputs`.
         sequence_chunks: as for :class:`Engine`.
         device_limit: bytes of the device that may be used.
+        host_limit: bytes of the host that ``activations="auto"`` may take.
     """
 
     store_format: StoreFormat
@@ -48,6 +49,7 @@ class StepSettings:
     activations: Activations = "device"
     sequence_chunks: int | None = None
     device_limit: int = 0
+    host_limit: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ class MetaRehearsal:
             tracker.leave_out(memory)
         modules = list(self._units.values())
         streams = _MetaStreams(device)
-        saved = _MetaSavedInputs(settings, streams, tracker, len(modules) + self._left_out)
+        units = len(modules) + self._left_out
+        saved = _MetaSavedInputs(settings, streams, tracker, units, len(modules) / units)
         with _Top(tracker, modules) as top, tracker, OnDevice():
             # Autograd runs nodes without the function modes around it, hence the recompute enters its own.
             engine = _engine(self._model, modules, settings, store, streams, OnDevice, saved)
@@ -110,7 +113,7 @@ class MetaRehearsal:
         if self._left_out:
             # Of the few that are run, the last ones' copies are still under way.
             peak = max(peak, top.peak + self._left_out * max(0, top.saved_per_unit - on_host))
-        return StepMemory(engine=held, peak=peak, saved_on_host=on_host * (len(modules) + self._left_out))
+        return StepMemory(engine=held, peak=peak, saved_on_host=on_host * units)
 
 
 _SHORT = 4
@@ -382,9 +385,13 @@ class _MetaSavedInputs(SavedInputs):
         most: host bytes that were held at once.
     """
 
-    def __init__(self, settings: StepSettings, streams: Streams, tracker: MemoryTracker, units: int) -> None:
+    def __init__(
+        self, settings: StepSettings, streams: Streams, tracker: MemoryTracker, units: int, part: float
+    ) -> None:
         memory = _Tracked(tracker, settings.device_limit)
-        super().__init__(settings.activations, streams, memory, units, pin=False, host_limit=_MOST_HOST_BYTES)
+        # What is asked for is counted, whether it fits or not. Of the units, ``part`` are run.
+        limit = int(settings.host_limit * part) if settings.activations == "auto" else _MOST_HOST_BYTES
+        super().__init__(settings.activations, streams, memory, units, pin=False, host_limit=limit)
         self.most = 0
         self._host = torch.empty(_MOST_HOST_BYTES, dtype=torch.uint8, device="meta")
         tracker.leave_out(self._host)

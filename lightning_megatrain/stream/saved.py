@@ -55,7 +55,8 @@ class SavedOnHost:
 class SavedInputs:
     """Decides where the inputs of uses wait for their backward, and moves them.
 
-    With ``"auto"`` they go to the host when those of all units would take more than a quarter of the device's memory.
+    With ``"auto"`` they go to the host when those of all units would take more than a quarter of the device's memory, as
+    long as the host has room.
 
     Args:
         where: ``"device"``, ``"host"`` or ``"auto"``.
@@ -122,7 +123,8 @@ class SavedInputs:
     def _goes(self, tensor: Tensor) -> bool:
         if self._where != "auto" or self._memory is None:
             return self._where == "host"
-        return self._units * tensor.nbytes > _SHARE * (self._memory.limit - self._static)
+        much = self._units * tensor.nbytes > _SHARE * (self._memory.limit - self._static)
+        return much and self._has_room(tensor.nbytes)
 
     def _push(self, position: int, tensor: Tensor) -> SavedOnHost:
         saved = SavedOnHost(position, tensor, self._buffer(tensor.nbytes), self._give_back)
@@ -185,7 +187,7 @@ class SavedInputs:
                 buffer.read.wait()
                 self.nbytes -= buffer.arena.nbytes
                 buffer.arena.close()
-        left = available_host_bytes() if self._host_limit is None else self._host_limit - self.nbytes
+        left = self._left
         if nbytes > left:
             raise RuntimeError(
                 f"An input of a unit takes {format_bytes(nbytes)} on the host, beside {format_bytes(self.nbytes)} for "
@@ -194,6 +196,15 @@ class SavedInputs:
             )
         self.nbytes += nbytes
         return _Buffer(self._arena(nbytes))
+
+    @property
+    def _left(self) -> int:
+        """Host bytes that may be taken yet."""
+        return available_host_bytes() if self._host_limit is None else self._host_limit - self.nbytes
+
+    def _has_room(self, nbytes: int) -> bool:
+        free = [size for size, buffers in list(self._free.items()) for _ in buffers]
+        return max(free, default=0) >= nbytes or nbytes <= self._left + sum(free)
 
     def _arena(self, nbytes: int) -> Arena:
         return Arena(nbytes, pin=self._pin)

@@ -20,9 +20,12 @@ from lightning_megatrain.stream.streams import Copy, Event, Streams
 RESERVE = 1.15
 """Groups are taken for so many times the update that was waited for: what is left must end in time, too."""
 
-_FIRST, _EVERY, _LAST = 3, 2, 17
-"""Steps at whose beginning the one before is judged: not the first ones, which compile and allocate, and not one in
-which groups were taken."""
+_FIRST, _EVERY, _LAST = 3, 3, 18
+"""At the beginning of the first of these, every so many steps, and no more from the last on, the steps before are judged;
+later, where something else was done in between."""
+
+_SLOWER = 1.01
+"""Steps that take so many times as long as before are slower."""
 
 WORTH = 0.02
 """Part of a step that must have been waited for an update to do anything about it."""
@@ -39,9 +42,9 @@ class _Taking:
     """What it was like before more groups were taken.
 
     Attributes:
-        step: seconds of the last step.
-        waited: seconds of it that the device waited.
-        size: of its batch: seconds are compared with those of an equal one.
+        step: seconds of the fastest of the last steps: whatever else the host does makes some of them longer.
+        waited: seconds of the last one that the device waited.
+        size: of their batches: seconds are compared with those of equal ones.
         groups: how many were taken already.
     """
 
@@ -95,6 +98,10 @@ class DeviceShare:
         self._updates = updates
         self._at_once = at_once
         self._steps = 0
+        self._due = _FIRST
+        self._fastest = float("inf")  # seconds of a step, since groups were taken or batches were of another size
+        self._size = 0
+        self._interrupted = False  # something else was done since the last step began than that step
         self._taking: _Taking | None = None  # the last time that more were taken, until it is seen whether that helped
         self._began = time.perf_counter()
         self._waited = self._busy = 0.0  # seconds since then that the device waited for updates, and that those took
@@ -112,16 +119,25 @@ class DeviceShare:
         """
         self.begin_backward()  # gradients of the last step are used
         step, waited, busy = self._last_step()
+        if size != self._size:
+            self._size, self._fastest = size, float("inf")
+        if not self._interrupted and self._steps > 1:  # the first step had no update before it to wait for
+            self._fastest = min(self._fastest, step)
         grown = 0
-        if self._steps in range(_FIRST, _LAST, _EVERY):
-            grown = self._judge(_Taking(step, waited, size, len(self._wanted)), busy, spare)
+        if self._due <= self._steps < _LAST and not self._interrupted:
+            self._due = self._steps + _EVERY
+            grown = self._judge(_Taking(self._fastest, waited, size, len(self._wanted)), busy, spare)
         self._steps += 1
-        self._take_wanted()
+        self._interrupted = self._take_wanted()
         return grown
+
+    def interrupt(self) -> None:
+        """Until the next training step begins, something else is done: the seconds of this one will say nothing."""
+        self._interrupted = True
 
     def _judge(self, now: _Taking, busy: float, spare: int) -> int:
         before, self._taking = self._taking, None
-        if before is not None and now.size == before.size and now.step > before.step:
+        if before is not None and now.size == before.size and now.step > _SLOWER * before.step:
             # What waits no more makes up for less than the kept graphs that had to go.
             self._steps = _LAST
             return -self._give_up(before.groups)
@@ -131,7 +147,8 @@ class DeviceShare:
         if now.waited <= WORTH * now.step or busy <= 0:
             return 0
         grown = self._grow(min(1.0, now.waited / busy), spare)
-        self._taking = now if grown else None
+        if grown:
+            self._taking, self._fastest = now, float("inf")
         return grown
 
     def _give_up(self, groups: int) -> int:
@@ -180,12 +197,12 @@ class DeviceShare:
             left -= group.layout.trainable_numel
         return taken
 
-    def _take_wanted(self) -> None:
-        """Bring what is to be held and is not. Where the device turns out to be full, the host keeps the rest."""
+    def _take_wanted(self) -> bool:
+        """Bring what is to be held and is not, and say if there was anything. What finds no room the host keeps."""
         groups = [self._store.groups[index] for index in self._wanted if index not in self.held]
         missing = [group for group in groups if self._updates.may_hold(group)]  # or its state was cleared
         if not missing:
-            return
+            return False
         staging = Staging(self._streams)
         try:
             for group in missing:
@@ -195,6 +212,7 @@ class DeviceShare:
             self._steps = _LAST
         finally:
             staging.close()
+        return True
 
     def _take(self, group: Group, staging: Staging) -> None:
         self._updates.wait_updated(group.index)
@@ -252,6 +270,7 @@ class DeviceShare:
 
     def recall(self) -> None:
         """Bring everything home: the host's bytes are the true ones, until the next :meth:`begin`."""
+        self.interrupt()
         self._bring_home(list(self.held.values()))
 
     def give_back(self) -> int:

@@ -74,6 +74,7 @@ class _Pending(NamedTuple):
     nbytes: int
     starts: tuple[Mark, ...]
     end: Mark
+    listeners: tuple[Listener, ...]
 
 
 class SpanLog:
@@ -97,18 +98,19 @@ class SpanLog:
 
     def note(self, lane: SpanLane, label: str, starts: tuple[Mark, ...], end: Mark, nbytes: int = 0) -> None:
         """A span from the last of ``starts`` to ``end``; it is dropped if that leaves no time."""
-        self._pending.append(_Pending(lane, label, nbytes, starts, end))
+        self._pending.append(_Pending(lane, label, nbytes, starts, end, self.listeners))
 
     def collect(self) -> None:
         """Tell the listeners of all spans that are done, in no particular order. Never waits."""
         under_way = []
         for _ in range(len(self._pending)):
-            lane, label, nbytes, starts, end = pending = self._pending.popleft()
+            lane, label, nbytes, starts, end, listeners = pending = self._pending.popleft()
             if not all(mark.passed() for mark in (end, *starts)):
                 under_way.append(pending)
                 continue
             span = Span(lane, label, max(mark.seconds() for mark in starts), end.seconds(), nbytes)
             if span.end > span.start:
-                for listener in self.listeners:
-                    listener(span)
+                for listener in listeners:  # those that were there when it was noted
+                    if listener in self.listeners:
+                        listener(span)
         self._pending.extend(under_way)

@@ -189,6 +189,10 @@ def test_long_inputs_wait_on_the_host_and_what_would_fit_is_named(planned):
     assert sliced["device_bytes"] < 0.7 * moved["device_bytes"]
     assert moved["compute_s"] < sliced["compute_s"] < 1.3 * moved["compute_s"]
     assert planned(*base)["host_bytes_by_item"]["activations"] > 0  # auto
+    full = planned(*base, "strategy.host_memory=95GiB")  # as long as there is room
+    assert full["fits"] is (full["device_bytes"] <= 60 * 2**30)
+    assert 0 < full["host_bytes_by_item"]["activations"] < moved["host_bytes_by_item"]["activations"]
+    assert full["host_bytes"] <= 95 * 2**30
 
 
 def test_updates_that_would_be_waited_for_move_to_the_device(planned):

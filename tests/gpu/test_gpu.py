@@ -17,6 +17,8 @@ from rss_probe import Stack
 
 from lightning_megatrain.memory.arena import Arena
 from lightning_megatrain.memory.split import split_master
+from lightning_megatrain.stream import saved
+from lightning_megatrain.stream.saved import SavedInputs
 from lightning_megatrain.stream.streams import CudaStreams, Streams
 from lightning_megatrain.update.optimizers import GroupUpdate
 from lightning_megatrain.update.updater import Updater
@@ -203,6 +205,47 @@ def test_peak_device_memory_follows_the_formula_and_not_the_depth(prefetch: int)
     # Autograd's own gradients of one unit exist while they are packed.
     assert deep <= sum(plan.values()) + unit + block + saved + workspaces
     assert deep - shallow <= 20 * rows * width * 4 + 2**20
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("name", list(zoo.ALL))
+def test_kept_graphs_change_no_bit(name: str, precision: str) -> None:
+    make = partial(zoo.ALL[name], log_norm=False)
+    runs = [
+        run(make, precision, update="in_backward", device_update="never", recompute=recompute, prefetch=prefetch)
+        for recompute, prefetch in (("always", 1), ("never", 1), ("auto", 0))
+    ]
+    for module, trainer in runs[1:]:
+        assert_same_bits(runs[0][0], module)
+        assert_same_optimizer_bits(runs[0][1], trainer)
+
+
+@pytest.mark.parametrize("update", SCHEDULES)
+@pytest.mark.parametrize("name", ["llama", "encoder", "gpt2"])
+def test_inputs_that_wait_on_the_host_change_no_bit(name: str, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed = []
+    push = SavedInputs._push
+    monkeypatch.setattr(saved, "_SMALLEST", 1)
+    monkeypatch.setattr(SavedInputs, "_push", lambda self, *args: (pushed.append(1), push(self, *args))[1])
+    make = partial(zoo.ALL[name], log_norm=False)
+    arguments = {"update": update, "recompute": "always", "microbatch": 3}
+    a, trainer_a = run(make, "bf16-mixed", activations="device", **arguments)
+    assert not pushed
+    for seed in range(3):
+        with monkeypatch.context() as patch:
+            random_delays(patch, seed)
+            b, trainer_b = run(make, "bf16-mixed", activations="host", prefetch=seed, **arguments)
+        assert len(pushed) >= 8 * (seed + 1) * 2
+        assert_same_bits(a, b)
+        assert_same_optimizer_bits(trainer_a, trainer_b)
+
+
+def test_slices_of_the_sequence_are_close() -> None:
+    make = partial(zoo.Llama, log_norm=False)
+    a, _ = run(make, steps=4)
+    b, _ = run(make, steps=4, sequence_chunks=3)
+    for x, y in zip(a.losses, b.losses, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("update", ["blocking", "next_forward", "in_backward"])

@@ -166,13 +166,17 @@ def test_peaks_of_the_past_do_not_count() -> None:
     assert [batch(budget, memory, rows=1, graph=500, loss=500) for _ in range(3)] == [0, 6, 6]
 
 
-def test_a_peak_that_somebody_else_resets_is_no_small_peak() -> None:
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_peak_that_somebody_else_resets_is_no_small_peak(first: int, every: int) -> None:
+    """As a callback does that measures batches of its own."""
     memory = Simulated(int(8000 / SPENDABLE) + 1)
     budget = Budget("auto", memory)
     kept = []
     for index in range(12):
         kept.append(batch(budget, memory, rows=1, graph=500, loss=6000))
-        if index % 3 == 1:
+        budget.end()
+        if index >= first and (index - first) % every == 0:
             memory.reset_peak()
     assert kept == [0, *[4] * 11]
     assert memory.most <= memory.limit

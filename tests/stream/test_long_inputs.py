@@ -156,6 +156,24 @@ def test_what_went_to_the_host_is_gone_from_the_device(pushed: list[int]) -> Non
     assert all(inputs.get(one, [])[0].sum() == 1000 for one in kept)
 
 
+def test_what_the_host_has_no_room_for_stays_unless_it_was_told_to_go(pushed: list[int]) -> None:
+    streams = HostStreams(torch.device("cpu"))
+    for where, most in (("auto", 3), ("host", 0)):
+        inputs = SavedInputs(where, streams, Device(1000), 8, pin=False, host_limit=12_000)
+        for _ in range(2):
+            inputs.begin()
+            tensors = [torch.ones(1000, requires_grad=True) * 1.0 for _ in range(5)]
+            if where == "host":
+                with pytest.raises(
+                    RuntimeError, match=r"0 bytes are left; set MegaTrainStrategy\(activations='device'"
+                ):
+                    kept = [inputs.put([tensor]) for tensor in tensors]
+                break
+            kept = [inputs.put([tensor]) for tensor in tensors]
+            assert [len(one) for one in kept] == [1] * most + [0] * (5 - most)
+            del kept
+
+
 def test_inputs_of_changing_length_share_memory(pushed: list[int]) -> None:
     inputs = SavedInputs("host", HostStreams(torch.device("cpu")), None, 4, pin=False, host_limit=20_000)
     for length in [*range(100, 4000, 300), *range(4000, 100, -300)]:

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 import zoo
-from fitting import MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, fit, loader, stock
+from fitting import QUIET, MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, fit, loader, stock
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -419,7 +419,7 @@ def test_no_more_is_taken_when_it_does_not_help(shared: dict[str, Any], monkeypa
     fit(make, MegaTrainStrategy(update="blocking"), precision="bf16-mixed", max_steps=12)
     first = len(shared["held"])
     shared["held"].clear()
-    waits = iter([(1.0, w, 1.0) for w in (0, 0, 0, 0.3, 0, 0.2, 0, 0.1, 0, 0, 0, 0)])
+    waits = iter([(1.0, w, 1.0) for w in (0, 0, 0, 0.3, 0, 0, 0.2, 0, 0, 0.1, 0, 0)])
     monkeypatch.setattr(DeviceShare, "_last_step", lambda self: next(waits))
     fit(make, MegaTrainStrategy(update="blocking"), precision="bf16-mixed", max_steps=12)
     assert 0 < first < len(shared["held"]) < 10
@@ -430,7 +430,10 @@ def test_groups_go_home_if_steps_took_longer_with_them(
     update: str, shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The graphs that had to go for them may have saved more. What was taken before, and helped, stays."""
-    steps = iter([(s, w, 1.0) for s, w in [(1.0, 0.3)] * 4 + [(0.9, 0.2)] * 2 + [(0.95, 0.1)] * 6])
+    seconds = (
+        [(9.0, 0.0)] * 2 + [(1.0, 0.3)] * 2 + [(5.0, 0.0), (0.9, 0.2), (0.92, 0.2)] + [(5.0, 0.0), (0.95, 0.1)] * 3
+    )
+    steps = iter([(step, waited, 1.0) for step, waited in seconds])
     monkeypatch.setattr(DeviceShare, "_last_step", lambda self: next(steps))
     make = partial(zoo.Encoder, layers=9, log_norm=False)
     strategies = MegaTrainStrategy(update=update, device_update="never"), MegaTrainStrategy(update=update)
@@ -444,13 +447,16 @@ def test_groups_go_home_if_steps_took_longer_with_them(
 
     arguments = {"precision": "bf16-mixed", "max_steps": 12}
     a, trainer_a = fit(make, strategies[0], **arguments)
-    steps = iter([(s, w, 1.0) for s, w in [(1.0, 0.3)] * 4 + [(0.9, 0.2)] * 2 + [(0.95, 0.1)] * 6])
+    seconds = (
+        [(9.0, 0.0)] * 2 + [(1.0, 0.3)] * 2 + [(5.0, 0.0), (0.9, 0.2), (0.92, 0.2)] + [(5.0, 0.0), (0.95, 0.1)] * 3
+    )
+    steps = iter([(step, waited, 1.0) for step, waited in seconds])
     b, trainer_b = fit(make, strategies[1], callbacks=[Held()], **arguments)
-    first, second = held[3], held[5]
+    first, second = held[3], held[6]
     assert first is not None
     assert second is not None
     assert 0 < first < second
-    assert held == [0, 0, 0, first, first, second, second, *[first] * 5]
+    assert held == [0, 0, 0, *[first] * 3, *[second] * 3, *[first] * 3]
     assert_same_bits(a, b)
     assert_same_optimizer_bits(trainer_a, trainer_b)
 
@@ -459,16 +465,47 @@ def test_groups_go_home_if_steps_took_longer_with_them(
 def test_seconds_are_compared_of_equal_batches(
     alike: bool, shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = iter([(1.0 + 0.1 * i, 0.3 - 0.02 * i, 1.0) for i in range(7)])
-    sizes = iter([100 + i * (not alike) for i in range(7)])
+    steps = iter([(1.0 + 0.1 * i, 0.3 - 0.02 * i, 1.0) for i in range(8)])
+    sizes = iter([100 + i * (not alike) for i in range(8)])
     monkeypatch.setattr(DeviceShare, "_last_step", lambda self: next(steps))
     monkeypatch.setattr(Budget, "size", property(lambda self: next(sizes)))
-    homes = []
-    give_up = DeviceShare._give_up
-    monkeypatch.setattr(DeviceShare, "_give_up", lambda self, groups: (homes.append(groups), give_up(self, groups))[1])
-    fit(partial(zoo.Encoder, log_norm=False), MegaTrainStrategy(), precision="bf16-mixed", max_steps=7)
+    homes = gone_home(monkeypatch)
+    fit(partial(zoo.Encoder, log_norm=False), MegaTrainStrategy(), precision="bf16-mixed", max_steps=8)
     assert shared["held"]
     assert homes == [0] * alike
+
+
+def gone_home(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    homes: list[int] = []
+    give_up = DeviceShare._give_up
+    monkeypatch.setattr(DeviceShare, "_give_up", lambda self, groups: (homes.append(groups), give_up(self, groups))[1])
+    return homes
+
+
+@pytest.mark.parametrize("interval", [3, 4, 5])
+def test_what_is_done_between_steps_does_not_make_them_slower(
+    interval: int, shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A validation, after which all groups are taken again."""
+    homes = gone_home(monkeypatch)
+    clean = iter([(1.0, 0.3, 1.0)] * 40)
+    after = iter([(9.0, 0.3, 1.0)] * 40)
+    monkeypatch.setattr(DeviceShare, "_last_step", lambda self: next(after if self._interrupted else clean))
+    module, trainer = (
+        zoo.Encoder(layers=3, log_norm=False),
+        L.Trainer(
+            strategy=MegaTrainStrategy(update="next_forward"),
+            accelerator="cpu",
+            precision="bf16-mixed",
+            max_steps=14,
+            val_check_interval=interval,
+            **QUIET,
+        ),
+    )
+    trainer.fit(module, loader(), loader(8))
+    assert shared["held"]
+    assert shared["recalled"] > 2
+    assert not homes
 
 
 @pytest.mark.parametrize(("seconds", "moves"), [(0.01, True), (0.0, False)])
