@@ -65,7 +65,7 @@ class Measured:
         host_rss: most resident bytes of this process so far; None where the system does not tell.
         kept_graphs: units that were not recomputed in the last step; None for the ceiling.
         device_groups: units and other groups that were updated on the device in the last step; None for the ceiling.
-        busy: seconds in which each lane worked, in the last step of those that warm up: units alone of ``"compute"``, and
+        busy: seconds in which each lane worked, in the last step of those that warm up: of ``"compute"`` units alone,
             of ``"update"`` what ended within the step. Empty for the ceiling.
         waits: seconds in which the computing device had nothing to do in that step, by cause; empty for the ceiling.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +34,7 @@ from lightning_megatrain.precision import Bf16Precision, FullPrecision, MegaTrai
 from lightning_megatrain.recipes.flops import TokenFlops, token_flops
 from lightning_megatrain.stream.bench import TRAINING_SHARE, Traffic, bench_device
 from lightning_megatrain.stream.chunked import CHILD as SLICED
+from lightning_megatrain.stream.chunked import require_child
 from lightning_megatrain.stream.discovery import find_units, make_groups
 from lightning_megatrain.stream.gradients import GRADIENT_BUFFERS
 from lightning_megatrain.stream.microbatch import rows_of_slices
@@ -68,9 +69,14 @@ class Planner:
         self._rehearsed = module = self._module()  # cut short by the rehearsal, after it was counted here
         units = find_units(module, self.strategy["units"])
         self.units = len(units)
+        self._has_slices = all(isinstance(getattr(unit, SLICED, None), nn.Module) for unit in units.values())
+        if self.strategy["sequence_chunks"]:
+            try:
+                require_child(units)
+            except ValueError as error:
+                raise UserError(str(error)) from error
         self.groups: list[Group] = make_groups(module, units)
         self.flops: TokenFlops = token_flops(module.model, cfg.data.seq_len)
-        self._sliced_part = _part_in_slices(units.values()) if self.strategy["sequence_chunks"] else 0.0
         self.batches: int = cfg.trainer.accumulate_grad_batches
         self.rows: int = cfg.data.batch_size
         self.tokens: int = self.rows * cfg.data.seq_len * self.batches
@@ -230,10 +236,12 @@ class Planner:
             batches=self.batches,
             flops_per_token=self.flops.model,
             # What is run in slices of the sequence is computed once more in the backward.
-            block_flops_per_token=self.flops.blocks * (1 - kept / self.units + self._sliced_part),
+            block_flops_per_token=self.flops.blocks * (1 - kept / self.units)
+            + (self.flops.feed_forward if self.strategy["sequence_chunks"] else 0.0),
             moment_bytes=self.moment_bytes,
         )
-        return dataclasses.replace(work, saved_bytes=self.saved_on_host)
+        saved = self.saved_on_host if self.keeps_graphs else int(self.saved_on_host * (1 - kept / self.units))
+        return dataclasses.replace(work, saved_bytes=saved)
 
     @property
     def keeps_graphs(self) -> bool:
@@ -359,9 +367,14 @@ class Planner:
             slabs=SLABS,
         )
 
-    def remedy(self, schedule: str) -> str:
+    def remedy(self, schedule: Schedule) -> str:
         """The smallest change that would make it fit."""
         moments = self.strategy["moments_dtype"]
+        if self.saved_on_host and self.bytes_with(schedule, self.format, moments).host_bytes <= self.host_memory:
+            stay = dataclasses.replace(self._settings(schedule, self.microbatch), activations="device")
+            found = self._step_memory(stay)
+            if found is not None and self._whole_peak(found) <= self._device_limit():
+                return "it would fit with strategy.activations=device"
         options: list[tuple[str, str, StoreFormat, str]] = []
         if schedule != "in_backward":
             needed = "no clipping and no accumulation, so that update=in_backward is possible"
@@ -376,8 +389,9 @@ class Planner:
             ("precision=bf16_true strategy.moments_dtype=bfloat16", schedule, StoreFormat.BF16, "bfloat16"),
         ]
         for text, when, store_format, moments_dtype in options:
-            needed_bytes = self.bytes_with(when, store_format, moments_dtype).host_bytes + self.saved_on_host
-            if needed_bytes <= self.host_memory:
+            # Inputs of units have the dtype of what multiplies them.
+            saved = self.saved_on_host * store_format.wire_dtype.itemsize // self.format.wire_dtype.itemsize
+            if self.bytes_with(when, store_format, moments_dtype).host_bytes + saved <= self.host_memory:
                 return f"it would fit with {text}"
         total = self.bytes_with(schedule, self.format, moments).host_bytes + self.saved_on_host
         return f"no setting fits; {format_bytes(total + SYSTEM_BYTES)} of host memory would"
@@ -400,15 +414,20 @@ class Planner:
     def _smaller_on_device(self, schedule: Schedule) -> str | None:
         """Settings with which a step of the same batch fits the device, the fewest that do."""
         now = self._settings(schedule, self.microbatch)
+        host = self.bytes_with(schedule, self.format, self.strategy["moments_dtype"]).host_bytes
         chunks = max(8, self.strategy["sequence_chunks"] or 0)
-        for changes in (
-            {"activations": "host"},
-            {"sequence_chunks": chunks},
-            {"activations": "host", "sequence_chunks": chunks},
-            {"activations": "host", "sequence_chunks": 4 * chunks},
-        ):
+        options: list[dict[str, Any]] = [{"activations": "host"}]
+        if self._has_slices:
+            options += [
+                {"sequence_chunks": chunks},
+                {"activations": "host", "sequence_chunks": chunks},
+                {"activations": "host", "sequence_chunks": 4 * chunks},
+            ]
+        for changes in options:
             found = self._step_memory(dataclasses.replace(now, **changes))
-            if found is not None and self._whole_peak(found) <= self._device_limit():
+            if found is None or host + found.saved_on_host > self.host_memory:
+                continue
+            if self._whole_peak(found) <= self._device_limit():
                 return " ".join(f"strategy.{name}={value}" for name, value in changes.items())
         return None
 
@@ -429,7 +448,8 @@ class Planner:
         fitting = [
             s
             for s in legal
-            if self.bytes_with(s, self.format, self.strategy["moments_dtype"]).host_bytes <= self.host_memory
+            if self.bytes_with(s, self.format, self.strategy["moments_dtype"]).host_bytes + self.saved_on_host
+            <= self.host_memory
         ]
         return min(fitting or legal, key=lambda s: forecast(work, self.machine, s, self.measured).step)
 
@@ -502,16 +522,6 @@ class Planner:
                 "price_per_billion_tokens": node_hours * node.price_per_hour,
             },
         }
-
-
-def _part_in_slices(units: Iterable[nn.Module]) -> float:
-    """Part of the units' parameters that ``sequence_chunks`` concerns."""
-    sizes = [
-        (sum(p.numel() for p in part.parameters()), sum(p.numel() for p in unit.parameters()))
-        for unit in units
-        for part in [getattr(unit, SLICED, nn.Identity())]
-    ]
-    return sum(part for part, _ in sizes) / max(1, sum(whole for _, whole in sizes))
 
 
 _PRECISIONS: dict[StoreFormat, Callable[[], MegaTrainPrecision]] = {

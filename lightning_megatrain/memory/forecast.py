@@ -189,14 +189,19 @@ def tokens_to_hide(work: Work, machine: Machine, schedule: Schedule) -> dict[str
     """Tokens per batch from which link and update take no longer than the arithmetic beside them.
 
     Returns:
-        By ``"link"`` and ``"update"``; the first is left out where there is no link.
+        By ``"link"`` and ``"update"``; the first is left out where there is no link, or where inputs that wait on the
+        host take longer on it than their tokens' arithmetic.
     """
     forward = work.model_flops / 3 / work.tokens / machine.flops_per_s  # seconds a token
     backward = (2 * work.model_flops + work.block_flops) / 3 / work.tokens / machine.flops_per_s
     found = {}
     if machine.link_bytes_per_s:
-        fetch, push = (b / machine.link_bytes_per_s for b in (work.fetched_bytes, work.pushed_bytes))
-        found["link"] = int(max(fetch / forward, push / backward)) + 1
+        fetch, push, saved = (
+            b / machine.link_bytes_per_s
+            for b in (work.fetched_bytes, work.pushed_bytes, work.saved_bytes * work.batches / work.tokens)
+        )
+        if saved < forward:
+            found["link"] = int(max(fetch / forward, fetch / (backward - saved), push / backward)) + 1
     if schedule != "blocking":
         beside = forward if schedule == "next_forward" else backward
         found["update"] = int(work.update_bytes / machine.dram_bytes_per_s / beside) + 1

@@ -17,11 +17,13 @@ class TokenFlops:
             embedding only what also serves as the head.
         model: 6 for each of them, and causal attention.
         blocks: the part of it that lies in the decoder's blocks.
+        feed_forward: the part of that which is their ``mlp``'s, experts that a token is routed to included.
     """
 
     parameters: int
     model: float
     blocks: float
+    feed_forward: float
 
 
 def token_flops(model: PreTrainedModel, seq_len: int) -> TokenFlops:
@@ -46,13 +48,14 @@ def token_flops(model: PreTrainedModel, seq_len: int) -> TokenFlops:
     lookups = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     if head is not None and head.weight is embedding.weight:
         lookups.discard(id(head.weight))
-    in_blocks, elsewhere = 0.0, 0.0
+    in_blocks, elsewhere, feed_forward = 0.0, 0.0, 0.0
     for name, parameter in model.named_parameters():
         if id(parameter) in lookups:
             continue
         count = parameter.numel() * (share if ".experts." in name else 1.0)
         if ".layers." in name or ".h." in name:
             in_blocks += count
+            feed_forward += count * (".mlp." in name)
         else:
             elsewhere += count
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -63,6 +66,7 @@ def token_flops(model: PreTrainedModel, seq_len: int) -> TokenFlops:
         parameters=round(in_blocks + elsewhere),
         model=6 * (in_blocks + elsewhere) + attention,
         blocks=6 * in_blocks + attention,
+        feed_forward=6 * feed_forward,
     )
 
 

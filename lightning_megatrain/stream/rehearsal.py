@@ -18,7 +18,7 @@ from lightning_megatrain.memory.store import Store, StoreFormat
 from lightning_megatrain.stream.budget import Budget
 from lightning_megatrain.stream.discovery import UnitSelector, find_units, make_groups
 from lightning_megatrain.stream.engine import Engine
-from lightning_megatrain.stream.saved import Activations, SavedInputs
+from lightning_megatrain.stream.saved import Activations, SavedInputs, SavedOnHost
 from lightning_megatrain.stream.streams import Copy, Event, HostStreams, Lane, Streams
 from lightning_megatrain.stream.tracker import MemoryTracker, OnDevice
 
@@ -108,12 +108,13 @@ class MetaRehearsal:
             engine = _engine(self._model, modules, settings, store, streams, OnDevice, saved)
             held = tracker.live
             _step(engine, lambda: loss(device))
-        on_host = saved.most // len(modules)  # of each unit, for all save the same
+        # Of a unit that is left out. The first may save less: what it is given may need no gradient.
+        on_host = sum(saved.each[1:]) // max(1, len(saved.each) - 1)
         peak = tracker.peak
         if self._left_out:
             # Of the few that are run, the last ones' copies are still under way.
             peak = max(peak, top.peak + self._left_out * max(0, top.saved_per_unit - on_host))
-        return StepMemory(engine=held, peak=peak, saved_on_host=on_host * units)
+        return StepMemory(engine=held, peak=peak, saved_on_host=saved.most + self._left_out * on_host)
 
 
 _SHORT = 4
@@ -222,10 +223,10 @@ def step_seconds(
     for memory in (store.wire_memory, store.slab_memory):  # drawn on the device, which is faster
         memory.copy_(torch.randn(memory.numel(), dtype=memory.dtype, device=device) * 0.02)
     streams = Streams.on(device)
-    limit = settings.device_limit or "auto"
-    saved = SavedInputs(
-        settings.activations, streams, device_memory(device, limit), len(modules), pin=True, host_limit=None
-    )
+    room = device_memory(device)
+    if room is not None and settings.device_limit:
+        room.limit = min(room.limit, settings.device_limit)  # what is decided by, and not a limit of the allocator
+    saved = SavedInputs(settings.activations, streams, room, len(modules), pin=True, host_limit=None)
     engine = _engine(model, list(modules.values()), settings, store, streams, compute_context, saved)
 
     def run() -> Tensor:
@@ -383,6 +384,7 @@ class _MetaSavedInputs(SavedInputs):
 
     Attributes:
         most: host bytes that were held at once.
+        each: host bytes of each use of a unit.
     """
 
     def __init__(
@@ -393,8 +395,14 @@ class _MetaSavedInputs(SavedInputs):
         limit = int(settings.host_limit * part) if settings.activations == "auto" else _MOST_HOST_BYTES
         super().__init__(settings.activations, streams, memory, units, pin=False, host_limit=limit)
         self.most = 0
+        self.each: list[int] = []
         self._host = torch.empty(_MOST_HOST_BYTES, dtype=torch.uint8, device="meta")
         tracker.leave_out(self._host)
+
+    def put(self, tensors: Sequence[Tensor]) -> list[SavedOnHost]:
+        found = super().put(tensors)
+        self.each.append(sum(one.host.nbytes for one in found))
+        return found
 
     def _arena(self, nbytes: int) -> Arena:
         self.most = max(self.most, self.nbytes)

@@ -55,8 +55,8 @@ class SavedOnHost:
 class SavedInputs:
     """Decides where the inputs of uses wait for their backward, and moves them.
 
-    With ``"auto"`` they go to the host when those of all units would take more than a quarter of the device's memory, as
-    long as the host has room.
+    With ``"auto"`` they go to the host when those of all units would take more than a quarter of the device's memory,
+    as long as the host has room.
 
     Args:
         where: ``"device"``, ``"host"`` or ``"auto"``.
@@ -223,9 +223,13 @@ class SavedInputs:
 
 
 def _strides_without_gaps(tensor: Tensor) -> list[int]:
-    """Strides of a tensor of the same shape, its dimensions in the same order in memory and nothing between them."""
+    """Strides of a tensor of the same shape, its dimensions in the same order in memory and nothing between them.
+
+    A tensor that says the same several times has no such order, and gets that of its dimensions.
+    """
+    repeats = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     strides, step = [0] * tensor.dim(), 1
-    for dim in sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), -d)):
+    for dim in sorted(range(tensor.dim()), key=lambda d: (0 if repeats else tensor.stride(d), -d)):
         strides[dim] = step
         step *= max(1, tensor.shape[dim])
     return strides

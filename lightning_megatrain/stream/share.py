@@ -21,8 +21,8 @@ RESERVE = 1.15
 """Groups are taken for so many times the update that was waited for: what is left must end in time, too."""
 
 _FIRST, _EVERY, _LAST = 3, 3, 18
-"""At the beginning of the first of these, every so many steps, and no more from the last on, the steps before are judged;
-later, where something else was done in between."""
+"""At the beginning of the first of these, every so many steps, and no more from the last on, the steps before are
+judged; later, where something else was done in between."""
 
 _SLOWER = 1.01
 """Steps that take so many times as long as before are slower."""

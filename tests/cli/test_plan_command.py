@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from omegaconf import OmegaConf
 
+from lightning_megatrain.cli.app import config_dir
 from lightning_megatrain.cli.main import main
 
 H200 = ("gpu=h200", "precision=bf16_mixed", "output=json")
@@ -187,12 +189,28 @@ def test_long_inputs_wait_on_the_host_and_what_would_fit_is_named(planned):
     assert moved["push_s"] > stays["push_s"]
     sliced = planned(*base, setting, "strategy.sequence_chunks=8")
     assert sliced["device_bytes"] < 0.7 * moved["device_bytes"]
-    assert moved["compute_s"] < sliced["compute_s"] < 1.3 * moved["compute_s"]
+    gpu = OmegaConf.load(config_dir() / "gpu" / "h200.yaml")
+    again = 2 * 28 * 3 * 3584 * 18944 * 131072 / (gpu.bf16_tflops * 1e12 * gpu.achievable)
+    assert sliced["compute_s"] - moved["compute_s"] == pytest.approx(again, rel=1e-3)
+    narrow = planned(*base, "strategy.activations=device", "strategy.host_memory=92GiB")
+    assert "activations=host" not in narrow["remedy"]
+    back = planned(*base[:-1], setting, "strategy.host_memory=92GiB")
+    assert back["remedy"] == "it would fit with strategy.activations=device"
     assert planned(*base)["host_bytes_by_item"]["activations"] > 0  # auto
     full = planned(*base, "strategy.host_memory=95GiB")  # as long as there is room
     assert full["fits"] is (full["device_bytes"] <= 60 * 2**30)
     assert 0 < full["host_bytes_by_item"]["activations"] < moved["host_bytes_by_item"]["activations"]
     assert full["host_bytes"] <= 95 * 2**30
+
+
+def test_blocks_without_a_part_for_slices_are_planned_without(planned, capsys):
+    base = ("model.arch=opt", "host=laptop_32gb", "gpu=h200", "precision=bf16_mixed", "output=json")
+    assert "too small" in planned(*base, "strategy.device_memory=100MiB", "strategy.microbatch=1")["remedy"]
+    with pytest.raises(SystemExit):
+        planned(*base, "strategy.sequence_chunks=4")
+    error = capsys.readouterr().err
+    assert "unit 'model.model.decoder.layers.0' has none; set sequence_chunks=None" in error
+    assert "Traceback" not in error
 
 
 def test_updates_that_would_be_waited_for_move_to_the_device(planned):

@@ -174,6 +174,23 @@ def test_what_the_host_has_no_room_for_stays_unless_it_was_told_to_go(pushed: li
             del kept
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda t: t,
+        lambda t: t.transpose(1, 2),
+        lambda t: t.permute(2, 0, 1),
+        lambda t: t[:, ::2, 1:],
+        lambda t: t[:, :1].expand(4, 5, 6),
+        lambda t: t[:1].expand(4, 5, 6),
+        lambda t: t[0, 0, 0],
+    ],
+)
+def test_saved_inputs_lie_as_torch_would_lay_them(form: Any) -> None:
+    tensor = form(torch.randn(4, 5, 6))
+    assert saved._strides_without_gaps(tensor) == list(torch.empty_like(tensor).stride())
+
+
 def test_inputs_of_changing_length_share_memory(pushed: list[int]) -> None:
     inputs = SavedInputs("host", HostStreams(torch.device("cpu")), None, 4, pin=False, host_limit=20_000)
     for length in [*range(100, 4000, 300), *range(4000, 100, -300)]:

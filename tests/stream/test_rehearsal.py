@@ -66,7 +66,7 @@ def test_a_few_units_speak_for_all(arch, config, microbatch, kept, early):
 @pytest.mark.parametrize("activations", ["host", "auto"])
 def test_inputs_on_the_host_leave_the_device(activations, chunks):
     rows, time, layers, few = 32, 512, 9, {"vocab_size": 64}
-    how = part(activations=activations, sequence_chunks=chunks, device_limit=5 * 10**7)
+    how = part(activations=activations, sequence_chunks=chunks, device_limit=5 * 10**7, host_limit=10**12)
     whole = memory(build(layers=layers, **few), how, rows=rows, time=time, shorten=False)
     assert memory(build(layers=layers, **few), how, rows=rows, time=time) == whole
     one = rows * time * 64 * 2
@@ -74,8 +74,18 @@ def test_inputs_on_the_host_leave_the_device(activations, chunks):
     stay = memory(build(layers=layers, **few), part(sequence_chunks=chunks), rows=rows, time=time)
     assert stay.saved_on_host == 0
     assert stay.peak - whole.peak == pytest.approx((layers - 4) * one, abs=2 * one)  # some are under way
-    roomy = part(activations="auto", sequence_chunks=chunks, device_limit=10**12)
+    roomy = part(activations="auto", sequence_chunks=chunks, device_limit=10**12, host_limit=10**12)
     assert memory(build(layers=layers, **few), roomy, rows=rows, time=time) == stay
+
+
+def test_a_first_unit_whose_input_needs_no_gradient_saves_none():
+    module, whole_module = build(layers=9, vocab_size=64), build(layers=9, vocab_size=64)
+    for one in (module, whole_module):
+        one.model.get_input_embeddings().requires_grad_(False)
+    how = part(activations="host")
+    whole = memory(whole_module, how, rows=32, time=512, shorten=False)
+    assert whole.saved_on_host == 8 * 32 * 512 * 64 * 2
+    assert memory(module, how, rows=32, time=512) == whole
 
 
 def test_slices_of_the_sequence_take_less():

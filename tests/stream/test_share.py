@@ -447,9 +447,6 @@ def test_groups_go_home_if_steps_took_longer_with_them(
 
     arguments = {"precision": "bf16-mixed", "max_steps": 12}
     a, trainer_a = fit(make, strategies[0], **arguments)
-    seconds = (
-        [(9.0, 0.0)] * 2 + [(1.0, 0.3)] * 2 + [(5.0, 0.0), (0.9, 0.2), (0.92, 0.2)] + [(5.0, 0.0), (0.95, 0.1)] * 3
-    )
     steps = iter([(step, waited, 1.0) for step, waited in seconds])
     b, trainer_b = fit(make, strategies[1], callbacks=[Held()], **arguments)
     first, second = held[3], held[6]
