@@ -43,6 +43,21 @@ def test_a_span_knows_its_lane_its_label_and_its_time(streams, clock):
     assert len(told) == 2
 
 
+def test_a_listener_is_told_of_nothing_that_was_noted_before_it_came(streams, clock):
+    """Nor, in the next step, of what nobody had collected yet."""
+    first, second = [], []
+    streams.attach(first.append)
+    with streams.span("compute", "forward a"):
+        clock["seconds"] += 1.0
+    streams.attach(second.append)
+    with streams.span("compute", "forward b"):
+        clock["seconds"] += 1.0
+    streams.detach(first.append)
+    streams.collect()
+    assert first == []
+    assert [span.label for span in second] == ["forward b"]
+
+
 def test_copies_time_themselves_under_the_label_around_them(streams, clock):
     told = []
     streams.attach(told.append)
