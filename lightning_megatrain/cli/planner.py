@@ -71,10 +71,7 @@ class Planner:
         self.units = len(units)
         self._has_slices = all(isinstance(getattr(unit, SLICED, None), nn.Module) for unit in units.values())
         if self.strategy["sequence_chunks"]:
-            try:
-                require_child(units)
-            except ValueError as error:
-                raise UserError(str(error)) from error
+            require_child(units)
         self.groups: list[Group] = make_groups(module, units)
         self.flops: TokenFlops = token_flops(module.model, cfg.data.seq_len)
         self.batches: int = cfg.trainer.accumulate_grad_batches

@@ -141,10 +141,9 @@ def forecast(work: Work, machine: Machine, schedule: Schedule, measured: tuple[f
     """Predict a step.
 
     A pass over the model takes as long as the slowest of what runs in it: in the forward fetch, compute and the push of
-    saved inputs, with
-    ``next_forward`` also the update of the step before; in the backward fetch, compute (a forward again, and twice as
-    much for the gradients) and push, with ``in_backward`` also the update, after which the embedding's is left.
-    ``blocking`` adds the update to both.
+    saved inputs, with ``next_forward`` also the update of the step before; in the backward fetch, compute (a forward
+    again, and twice as much for the gradients) and push, with ``in_backward`` also the update, after which the
+    embedding's is left. ``blocking`` adds the update to both.
 
     Args:
         work: the step.

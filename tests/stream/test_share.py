@@ -479,7 +479,7 @@ def gone_home(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return homes
 
 
-@pytest.mark.parametrize("interval", [3, 4, 5])
+@pytest.mark.parametrize("interval", [3, 5])
 def test_what_is_done_between_steps_does_not_make_them_slower(
     interval: int, shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
