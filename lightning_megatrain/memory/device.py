@@ -1,5 +1,7 @@
 """How much memory of the device a run may take, and what its allocator says."""
 
+import os
+import platform
 from abc import ABC, abstractmethod
 
 import torch
@@ -36,11 +38,44 @@ class DeviceMemory(ABC):
         return
 
 
+_EXPANDABLE = "expandable_segments"
+
+
+def expand_segments() -> str | None:
+    """Have torch's CUDA allocator map memory page by page from now on, so that no free byte is out of reach.
+
+    Graphs that are kept lie between what comes and goes. In segments of fixed size they would keep what is free around
+    them from being used for anything larger, or given back: gigabytes, near a limit. Other settings stay.
+
+    Nothing is changed where ``PYTORCH_ALLOC_CONF`` or ``PYTORCH_CUDA_ALLOC_CONF`` speaks of ``expandable_segments``, on
+    WSL, whose driver fails at mapping (pytorch/pytorch#192330), and where torch cannot be told at run time.
+
+    Returns:
+        The settings to go back to, for :func:`set_allocator`; None if nothing was changed.
+    """
+    chosen = any(_EXPANDABLE in os.environ.get(f"PYTORCH_{kind}ALLOC_CONF", "") for kind in ("", "CUDA_"))
+    if (
+        chosen
+        or "microsoft" in platform.release().lower()
+        or not hasattr(torch._C, "_accelerator_getAllocatorSettings")
+    ):
+        return None
+    # Settings are read as a whole: what is not said again is forgotten.
+    others = [o for o in torch._C._accelerator_getAllocatorSettings().split(",") if o and _EXPANDABLE not in o]
+    set_allocator(",".join([*others, f"{_EXPANDABLE}:True"]))
+    return ",".join([*others, f"{_EXPANDABLE}:False"])
+
+
+def set_allocator(settings: str) -> None:
+    """Give torch's allocators these settings, in the form of ``PYTORCH_ALLOC_CONF``."""
+    torch._C._accelerator_setAllocatorSettings(settings)
+
+
 class CudaMemory(DeviceMemory):
     """Memory of one CUDA device.
 
     A limit of the user's is one of torch's allocator, so that what it keeps in reserve counts as well: at the limit it
-    gives its reserve back, and only then is a request refused.
+    gives its reserve back, and only then is a request refused. See :func:`expand_segments` for what is set besides.
 
     Args:
         device: the device.
@@ -65,6 +100,7 @@ class CudaMemory(DeviceMemory):
             )
         fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in every release
         self._fraction = 1.0 if fraction is None else fraction(device)
+        self._allocator = expand_segments()
         if not self._capped:
             self.limit = min(self.limit, int(self._fraction * total))
         else:
@@ -81,6 +117,8 @@ class CudaMemory(DeviceMemory):
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def close(self) -> None:  # noqa: D102
+        if self._allocator is not None:
+            set_allocator(self._allocator)
         if self._capped:
             torch.cuda.set_per_process_memory_fraction(self._fraction, self._device)
 

@@ -66,6 +66,11 @@ class Budget:
             self._memory.reset_peak()
 
     @property
+    def spends(self) -> bool:
+        """Whether what a step leaves may be spent on keeping more from forward to backward."""
+        return self._recompute == "auto" and self._memory is not None
+
+    @property
     def spare(self) -> int:
         """Bytes that a step leaves, those of graphs that are kept because there is room included; 0 if not known."""
         if self._memory is None or self._largest is None:

@@ -186,8 +186,8 @@ class StepSeconds:
 
 
 _MOST_STEPS, _ENOUGH_SECONDS = 5, 2.0
-"""Short steps are timed several times, and the fastest counts: where the host's launches are what takes long, whatever
-else it does shows."""
+"""Short steps are timed several times, and their median counts: where the host's launches are what takes long, whatever
+else it does shows, in a run too."""
 
 
 def step_seconds(
@@ -227,7 +227,6 @@ def step_seconds(
     if room is not None and settings.device_limit:
         room.limit = min(room.limit, settings.device_limit)  # what is decided by, and not a limit of the allocator
     saved = SavedInputs(settings.activations, streams, room, len(modules), pin=True, host_limit=None)
-    engine = _engine(model, list(modules.values()), settings, store, streams, compute_context, saved)
 
     def run() -> Tensor:
         with step_context():
@@ -241,12 +240,17 @@ def step_seconds(
         forward, backward = (b.seconds() - a.seconds() for a, b in pairwise(marks))
         return StepSeconds(forward, backward)
 
-    timed()  # kernels are chosen, and the allocator learns what is needed
     took: list[StepSeconds] = []
-    while len(took) < _MOST_STEPS and sum(step.whole for step in took) < _ENOUGH_SECONDS:
-        took.append(timed())
-    engine.close()
-    return min(took, key=lambda step: step.whole)
+    try:
+        engine = _engine(model, list(modules.values()), settings, store, streams, compute_context, saved)
+        timed()  # kernels are chosen, and the allocator learns what is needed
+        while len(took) < _MOST_STEPS and sum(step.whole for step in took) < _ENOUGH_SECONDS:
+            took.append(timed())
+        engine.close()
+    finally:
+        if room is not None:
+            room.close()
+    return sorted(took, key=lambda step: step.whole)[len(took) // 2]
 
 
 def _engine(
