@@ -23,23 +23,27 @@ class Tally:
 
     Attributes:
         waits: seconds without work of the computing device, by cause.
+        busy: seconds in which each lane worked.
     """
 
     def __init__(self) -> None:
         self.waits: defaultdict[str, float] = defaultdict(float)
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self.busy: defaultdict[str, float] = defaultdict(float)
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # in which bytes were moved
         self._nbytes: defaultdict[str, int] = defaultdict(int)
 
     def add(self, span: Span) -> None:
         """Count one span."""
         if span.lane == "wait":
             self.waits[span.verb] += span.seconds
-        elif span.nbytes:
+            return
+        self.busy[span.lane] += span.seconds
+        if span.nbytes:
             self._seconds[span.lane] += span.seconds
             self._nbytes[span.lane] += span.nbytes
 
     def bytes_per_s(self, lane: str) -> float | None:
-        """Rate of a lane while it worked; None if it moved nothing."""
+        """Rate of a lane while it moved something; None if it did not."""
         return self._nbytes[lane] / self._seconds[lane] if self._seconds[lane] else None
 
     def rates(self) -> dict[str, float]:

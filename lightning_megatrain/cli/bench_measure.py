@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_megatrain.callbacks.measure import peak_host_rss, streams_of
+from lightning_megatrain.callbacks.measure import Tally, peak_host_rss, streams_of
 from lightning_megatrain.memory.host import available_host_bytes
 from lightning_megatrain.recipes.causal_lm import CausalLM
 from lightning_megatrain.recipes.ceiling import Ceiling, ceiling_bytes
 from lightning_megatrain.recipes.random_weights import fill_weights
 from lightning_megatrain.strategy import MegaTrainStrategy
 from lightning_megatrain.stream.discovery import UnitSelector, find_units
-from lightning_megatrain.stream.spans import Span
 
 
 class RandomTokens(Dataset[dict[str, Tensor]]):
@@ -65,9 +64,8 @@ class Measured:
         host_rss: most resident bytes of this process so far; None where the system does not tell.
         kept_graphs: units that were not recomputed in the last step; None for the ceiling.
         device_groups: units and other groups that were updated on the device in the last step; None for the ceiling.
-        busy: seconds in which each lane worked, in the last step of those that warm up: of ``"compute"`` units alone,
-            of ``"update"`` what ended within the step. Empty for the ceiling.
-        waits: seconds in which the computing device had nothing to do in that step, by cause; empty for the ceiling.
+        spans: of the last step that warms up: of ``"compute"`` units alone, of ``"update"`` what ended within the
+            step. Empty for the ceiling.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -77,8 +75,7 @@ class Measured:
     host_rss: int | None = None
     kept_graphs: int | None = None
     device_groups: int | None = None
-    busy: dict[str, float] = field(default_factory=dict)
-    waits: dict[str, float] = field(default_factory=dict)
+    spans: Tally = field(default_factory=Tally)
 
     def add(self, seconds: float, loss: float, device: torch.device) -> None:
         """Note a step that has just ended on `device`."""
@@ -88,11 +85,6 @@ class Measured:
         if device.type == "cuda":
             self.allocated = max(self.allocated or 0, torch.cuda.max_memory_allocated(device))
             self.reserved = max(self.reserved or 0, torch.cuda.max_memory_reserved(device))
-
-    def note(self, span: Span) -> None:
-        """Count a span of the step that is looked at."""
-        sums, key = (self.waits, span.verb) if span.lane == "wait" else (self.busy, span.lane)
-        sums[key] = sums.get(key, 0.0) + span.seconds
 
     def step_s(self, warmup: int, steps: int) -> float:
         """Median seconds of `steps` steps after the first `warmup`."""
@@ -154,7 +146,7 @@ class StepClock(L.Callback):
             _begin_size(size, self._slices, trainer.strategy.root_device)
         streams = streams_of(trainer)
         if step == self._last_warmup and streams is not None:
-            streams.attach(self.measured[size].note)
+            streams.attach(self.measured[size].spans.add)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -172,7 +164,7 @@ class StepClock(L.Callback):
         streams = streams_of(trainer)
         if step == self._last_warmup and streams is not None:
             streams.collect()
-            streams.detach(measured.note)
+            streams.detach(measured.spans.add)
         _say(f"{self._data.rows[size]} rows, step {step + 1} of {self._data.each}: {seconds:.3f} s, loss {loss:.4f}")
 
 

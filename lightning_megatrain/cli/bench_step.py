@@ -251,8 +251,8 @@ class StepBench:
             "peak_host_rss_bytes": ours.host_rss,
             "kept_graphs": ours.kept_graphs,
             "device_groups": ours.device_groups,
-            "busy_s": ours.busy,
-            "waits_s": ours.waits,
+            "busy_s": dict(ours.spans.busy),
+            "waits_s": dict(ours.spans.waits),
         }
         if isinstance(ceiling, Shortage):
             return {**figures, "ceiling": dataclasses.asdict(ceiling)}

@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatrain.cli.app import UserError
 from lightning_megatrain.memory.device import SPENDABLE
@@ -33,8 +33,7 @@ from lightning_megatrain.memory.store import StoreFormat
 from lightning_megatrain.precision import Bf16Precision, FullPrecision, MegaTrainPrecision, SplitMasterPrecision
 from lightning_megatrain.recipes.flops import TokenFlops, token_flops
 from lightning_megatrain.stream.bench import TRAINING_SHARE, Traffic, bench_device
-from lightning_megatrain.stream.chunked import CHILD as SLICED
-from lightning_megatrain.stream.chunked import require_child
+from lightning_megatrain.stream.chunked import require_child, without_child
 from lightning_megatrain.stream.discovery import find_units, make_groups
 from lightning_megatrain.stream.gradients import GRADIENT_BUFFERS
 from lightning_megatrain.stream.microbatch import rows_of_slices
@@ -69,7 +68,7 @@ class Planner:
         self._rehearsed = module = self._module()  # cut short by the rehearsal, after it was counted here
         units = find_units(module, self.strategy["units"])
         self.units = len(units)
-        self._has_slices = all(isinstance(getattr(unit, SLICED, None), nn.Module) for unit in units.values())
+        self._has_slices = without_child(units) is None
         if self.strategy["sequence_chunks"]:
             require_child(units)
         self.groups: list[Group] = make_groups(module, units)
@@ -182,7 +181,6 @@ class Planner:
     def _settings(
         self, schedule: Schedule, microbatch: int | None, *, keeps_graphs: bool | None = None
     ) -> StepSettings:
-        planned = self.bytes_with(schedule, self.format, self.strategy["moments_dtype"])
         return StepSettings(
             store_format=self.format,
             prefetch=self.strategy["prefetch"],
@@ -193,7 +191,7 @@ class Planner:
             activations=self.strategy["activations"],
             sequence_chunks=self.strategy["sequence_chunks"],
             device_limit=self._device_limit(),
-            host_limit=max(0, self.host_memory - planned.host_bytes),
+            host_limit=max(0, self.host_memory - self._as_set(schedule).host_bytes),
         )
 
     def _loss(self, module: L.LightningModule, device: torch.device) -> Tensor:
@@ -245,7 +243,7 @@ class Planner:
         """Whether the strategy is set to keep those of all units."""
         return self.strategy["recompute"] == "never"
 
-    @cached_property
+    @property
     def _peak_of_all(self) -> int | None:
         """Device bytes with the graphs of all units kept."""
         return self.device_peak(self.schedule()[0], self.microbatch, keeps_graphs=True)
@@ -255,11 +253,10 @@ class Planner:
         """Units whose graph is kept, and the device bytes that it takes beyond :attr:`peak`."""
         if self.keeps_graphs:
             return self.units, 0
-        if self.strategy["recompute"] == "always" or self.peak is None:
+        of_all = None if self.strategy["recompute"] == "always" else self._peak_of_all
+        if of_all is None or self.peak is None:
             return 0, 0
-        if self._peak_of_all is None:
-            return 0, 0
-        each = max(1, -(-(self._peak_of_all - self.peak) // self.units))
+        each = max(1, -(-(of_all - self.peak) // self.units))
         spendable = int(self._device_limit() * SPENDABLE) - self.peak - self.device_update[1]
         count = min(self.units, max(0, spendable // each))
         return count, count * each
@@ -339,8 +336,12 @@ class Planner:
             return parse_bytes(self.cfg.gpu.memory)
         return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
 
+    def _as_set(self, schedule: Schedule) -> Plan:
+        """The strategy's own plan, with its settings and this schedule."""
+        return self.bytes_with(schedule, self.format, self.strategy["moments_dtype"])
+
     def bytes_with(self, schedule: str, store_format: StoreFormat, moments_dtype: str) -> Plan:
-        """The strategy's own plan."""
+        """The strategy's own plan with other settings."""
         wanted = self.strategy["accumulate_dtype"]
         summed = self.batches > 1 and store_format is not StoreFormat.FP32 and schedule != "in_backward"
         if summed and wanted != "bfloat16":
@@ -366,8 +367,8 @@ class Planner:
 
     def remedy(self, schedule: Schedule) -> str:
         """The smallest change that would make it fit."""
-        moments = self.strategy["moments_dtype"]
-        if self.saved_on_host and self.bytes_with(schedule, self.format, moments).host_bytes <= self.host_memory:
+        moments, as_set = self.strategy["moments_dtype"], self._as_set(schedule).host_bytes
+        if self.saved_on_host and as_set <= self.host_memory:
             stay = dataclasses.replace(self._settings(schedule, self.microbatch), activations="device")
             found = self._step_memory(stay)
             if found is not None and self._whole_peak(found) <= self._device_limit():
@@ -390,8 +391,7 @@ class Planner:
             saved = self.saved_on_host * store_format.wire_dtype.itemsize // self.format.wire_dtype.itemsize
             if self.bytes_with(when, store_format, moments_dtype).host_bytes + saved <= self.host_memory:
                 return f"it would fit with {text}"
-        total = self.bytes_with(schedule, self.format, moments).host_bytes + self.saved_on_host
-        return f"no setting fits; {format_bytes(total + SYSTEM_BYTES)} of host memory would"
+        return f"no setting fits; {format_bytes(as_set + self.saved_on_host + SYSTEM_BYTES)} of host memory would"
 
     def _remedies(self, schedule: Schedule, fits_host: bool, fits_device: bool) -> str | None:
         """What to change, for the host and for the device."""
@@ -411,7 +411,7 @@ class Planner:
     def _smaller_on_device(self, schedule: Schedule) -> str | None:
         """Settings with which a step of the same batch fits the device, the fewest that do."""
         now = self._settings(schedule, self.microbatch)
-        host = self.bytes_with(schedule, self.format, self.strategy["moments_dtype"]).host_bytes
+        host = self._as_set(schedule).host_bytes
         chunks = max(8, self.strategy["sequence_chunks"] or 0)
         options: list[dict[str, Any]] = [{"activations": "host"}]
         if self._has_slices:
@@ -442,18 +442,13 @@ class Planner:
         legal: list[Schedule] = ["next_forward", "blocking"]  # the first of equals counts
         if self._needs_all_gradients() is None:
             legal.insert(0, "in_backward")
-        fitting = [
-            s
-            for s in legal
-            if self.bytes_with(s, self.format, self.strategy["moments_dtype"]).host_bytes + self.saved_on_host
-            <= self.host_memory
-        ]
+        fitting = [s for s in legal if self._as_set(s).host_bytes + self.saved_on_host <= self.host_memory]
         return min(fitting or legal, key=lambda s: forecast(work, self.machine, s, self.measured).step)
 
     def result(self) -> dict[str, Any]:
         """Everything that is printed."""
         schedule, why = self.schedule()
-        planned = self.bytes_with(schedule, self.format, self.strategy["moments_dtype"])
+        planned = self._as_set(schedule)
         work = on_device(self._work(kept=self.kept_graphs[0]), self.device_update[0])
         predicted = forecast(work, self.machine, schedule, self.measured)
         host = {**planned.host, "activations": self.saved_on_host}

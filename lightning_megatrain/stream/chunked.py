@@ -60,6 +60,11 @@ class ChunkedForward:
         return {"context_fn": lambda: (contextlib.nullcontext(), self._context())}
 
 
+def without_child(blocks: Mapping[str, nn.Module]) -> str | None:
+    """Qualified name of the first of these blocks, given by name, that has no part to run in slices."""
+    return next((name for name, b in blocks.items() if not isinstance(getattr(b, CHILD, None), nn.Module)), None)
+
+
 def require_child(blocks: Mapping[str, nn.Module]) -> None:
     """Refuse blocks without a part that can be run in slices.
 
@@ -69,12 +74,11 @@ def require_child(blocks: Mapping[str, nn.Module]) -> None:
     Raises:
         ValueError: names the first of them.
     """
-    for name, block in blocks.items():
-        if not isinstance(getattr(block, CHILD, None), nn.Module):
-            raise ValueError(
-                f"sequence_chunks runs each unit's child {CHILD!r} in slices, and unit {name!r} has none; set "
-                "sequence_chunks=None."
-            )
+    if (name := without_child(blocks)) is not None:
+        raise ValueError(
+            f"sequence_chunks runs each unit's child {CHILD!r} in slices, and unit {name!r} has none; set "
+            "sequence_chunks=None."
+        )
 
 
 def chunk(name: str, block: nn.Module, chunks: int, context: Context) -> Callable[[], None]:

@@ -114,7 +114,7 @@ class MetaRehearsal:
         if self._left_out:
             # Of the few that are run, the last ones' copies are still under way.
             peak = max(peak, top.peak + self._left_out * max(0, top.saved_per_unit - on_host))
-        return StepMemory(engine=held, peak=peak, saved_on_host=saved.most + self._left_out * on_host)
+        return StepMemory(engine=held, peak=peak, saved_on_host=sum(saved.each) + self._left_out * on_host)
 
 
 _SHORT = 4
@@ -387,8 +387,7 @@ class _MetaSavedInputs(SavedInputs):
     """Inputs that go to the host go nowhere.
 
     Attributes:
-        most: host bytes that were held at once.
-        each: host bytes of each use of a unit.
+        each: host bytes of each use of a unit; all are held when the forward ends.
     """
 
     def __init__(
@@ -398,7 +397,6 @@ class _MetaSavedInputs(SavedInputs):
         # What is asked for is counted, whether it fits or not. Of the units, ``part`` are run.
         limit = int(settings.host_limit * part) if settings.activations == "auto" else _MOST_HOST_BYTES
         super().__init__(settings.activations, streams, memory, units, pin=False, host_limit=limit)
-        self.most = 0
         self.each: list[int] = []
         self._host = torch.empty(_MOST_HOST_BYTES, dtype=torch.uint8, device="meta")
         tracker.leave_out(self._host)
@@ -409,7 +407,6 @@ class _MetaSavedInputs(SavedInputs):
         return found
 
     def _arena(self, nbytes: int) -> Arena:
-        self.most = max(self.most, self.nbytes)
         return _MetaArena(self._host[:nbytes])
 
 

@@ -44,13 +44,11 @@ class _Taking:
     Attributes:
         step: seconds of the fastest of the last steps: whatever else the host does makes some of them longer.
         waited: seconds of the last one that the device waited.
-        size: of their batches: seconds are compared with those of equal ones.
         groups: how many were taken already.
     """
 
     step: float
     waited: float
-    size: int
     groups: int
 
 
@@ -107,7 +105,7 @@ class DeviceShare:
         self._waited = self._busy = 0.0  # seconds since then that the device waited for updates, and that those took
         streams.attach(self._note)
 
-    def begin(self, spare: int, size: int = 0) -> int:
+    def begin(self, spare: int, size: int) -> int:
         """A training step begins: take what is wanted, which is more if the step before waited for updates.
 
         Args:
@@ -119,14 +117,14 @@ class DeviceShare:
         """
         self.begin_backward()  # gradients of the last step are used
         step, waited, busy = self._last_step()
-        if size != self._size:
-            self._size, self._fastest = size, float("inf")
+        if size != self._size:  # seconds are compared with those of equal batches
+            self._size, self._fastest, self._taking = size, float("inf"), None
         if not self._interrupted and self._steps > 1:  # the first step had no update before it to wait for
             self._fastest = min(self._fastest, step)
         grown = 0
         if self._due <= self._steps < _LAST and not self._interrupted:
             self._due = self._steps + _EVERY
-            grown = self._judge(_Taking(self._fastest, waited, size, len(self._wanted)), busy, spare)
+            grown = self._judge(_Taking(self._fastest, waited, len(self._wanted)), busy, spare)
         self._steps += 1
         self._interrupted = self._take_wanted()
         return grown
@@ -137,7 +135,7 @@ class DeviceShare:
 
     def _judge(self, now: _Taking, busy: float, spare: int) -> int:
         before, self._taking = self._taking, None
-        if before is not None and now.size == before.size and now.step > _SLOWER * before.step:
+        if before is not None and now.step > _SLOWER * before.step:
             # What waits no more makes up for less than the kept graphs that had to go.
             self._steps = _LAST
             return -self._give_up(before.groups)
