@@ -50,24 +50,26 @@ class WeightCache:
         """
         if self._steps > _JUDGED:
             return 0
+        self._steps += 1
+        wanted = self._wanted()
+        if self._steps <= _JUDGED:
+            return 0
+        self.close()
+        each = self._ring.slots[0].buffer.nbytes
+        return each * self._add(min(wanted, self._most - self._least, spare // each))
+
+    def _wanted(self) -> int:
+        """Slots that would make up for what the backward of the step that is over waited for."""
         self._streams.collect()
         now = time.perf_counter()
         step, spans, turned = now - self._began, self._spans, self._turned
         self._began, self._spans, self._turned = now, [], None
-        self._steps += 1
-        if self._steps <= _JUDGED:
-            return 0
-        self.close()
-        if turned is None or not turned.passed():
+        fetches = [span.seconds for span in spans if span.lane == "fetch"]
+        if turned is None or not turned.passed() or not fetches:
             return 0
         after = turned.seconds()
-        fetches = [span.seconds for span in spans if span.lane == "fetch"]
         waited = sum(span.seconds for span in spans if span.lane == "wait" and span.start >= after)
-        if not fetches or waited <= WORTH * step:
-            return 0
-        each = self._ring.slots[0].buffer.nbytes
-        wanted = math.ceil(waited * len(fetches) / sum(fetches))
-        return each * self._add(min(wanted, self._most - self._least, spare // each))
+        return math.ceil(waited * len(fetches) / sum(fetches)) if waited > WORTH * step else 0
 
     def begin_backward(self) -> None:
         """The step's backward begins."""
