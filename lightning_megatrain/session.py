@@ -114,6 +114,11 @@ class Session:
         self._sum_dtype = self._choose_sum_dtype(trainer, groups, free)
         self.plan = self._plan(groups, self._sum_dtype)
         self.plan.require_host(free, _smaller(self._format))
+        self._pin = settings.pin_memory and device.type == "cuda"
+        self.store = Store(groups, self._format, pin=self._pin)
+        self.updater: Updater | None = None
+        self.engine: Engine | None = None  # until close()
+        self._buffers: BufferPlacement | None = None
         self._device_memory = self._limit_device(device)
         if optimizers is not None:
             rank_zero_info(f"megatrain: {self.plan.describe()}")
@@ -123,11 +128,6 @@ class Session:
             and settings.device_update == "auto"
             and may_update_on_device(trainer, optimizers, self._format)
         )
-        self._pin = settings.pin_memory and device.type == "cuda"
-        self.store = Store(groups, self._format, pin=self._pin)
-        self.updater: Updater | None = None
-        self.engine: Engine | None = None  # until close()
-        self._buffers: BufferPlacement | None = None
         try:
             self.store.adopt()
             if optimizers is not None:

@@ -40,6 +40,9 @@ class DeviceMemory(ABC):
 
 _EXPANDABLE = "expandable_segments"
 
+_TRIED = 32 * 2**20
+"""Bytes that torch does not take out of a segment that small tensors share."""
+
 
 def expand_segments() -> str | None:
     """Have torch's CUDA allocator map memory page by page from now on, so that no free byte is out of reach.
@@ -47,21 +50,22 @@ def expand_segments() -> str | None:
     Graphs that are kept lie between what comes and goes. In segments of fixed size they would keep what is free around
     them from being used for anything larger, or given back: gigabytes, near a limit. Other settings stay.
 
-    Nothing is changed where ``PYTORCH_ALLOC_CONF`` or ``PYTORCH_CUDA_ALLOC_CONF`` speaks of ``expandable_segments``, on
-    WSL, whose driver fails at mapping (pytorch/pytorch#192330), and where torch cannot be told at run time.
+    Nothing is changed where ``PYTORCH_ALLOC_CONF`` or ``PYTORCH_CUDA_ALLOC_CONF`` speaks of ``expandable_segments``,
+    where they are in use already, and where torch cannot be told at run time or the system cannot map so: anything but
+    Linux, and WSL, whose driver fails at it (pytorch/pytorch#192330).
 
     Returns:
         The settings to go back to, for :func:`set_allocator`; None if nothing was changed.
     """
     chosen = any(_EXPANDABLE in os.environ.get(f"PYTORCH_{kind}ALLOC_CONF", "") for kind in ("", "CUDA_"))
-    if (
-        chosen
-        or "microsoft" in platform.release().lower()
-        or not hasattr(torch._C, "_accelerator_getAllocatorSettings")
-    ):
+    able = platform.system() == "Linux" and "microsoft" not in platform.release().lower()
+    if chosen or not able or not hasattr(torch._C, "_accelerator_getAllocatorSettings"):
         return None
-    # Settings are read as a whole: what is not said again is forgotten.
-    others = [o for o in torch._C._accelerator_getAllocatorSettings().split(",") if o and _EXPANDABLE not in o]
+    now = torch._C._accelerator_getAllocatorSettings()
+    if f"{_EXPANDABLE}:True" in now:
+        return None
+    # What is not said again may be forgotten, and this one only goes when that is said.
+    others = [option for option in now.split(",") if option and _EXPANDABLE not in option]
     set_allocator(",".join([*others, f"{_EXPANDABLE}:True"]))
     return ",".join([*others, f"{_EXPANDABLE}:False"])
 
@@ -101,11 +105,25 @@ class CudaMemory(DeviceMemory):
         fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in every release
         self._fraction = 1.0 if fraction is None else fraction(device)
         self._allocator = expand_segments()
+        self._try_segments()
         if not self._capped:
             self.limit = min(self.limit, int(self._fraction * total))
         else:
             torch.cuda.set_per_process_memory_fraction(self.limit / total, device)
         self.reset_peak()  # what ran before in this process is not this run's
+
+    def _try_segments(self) -> None:
+        """Go back if this device cannot map memory, as some virtual ones."""
+        if self._allocator is None:
+            return
+        torch.cuda.empty_cache()  # so that memory has to be mapped
+        try:
+            torch.empty(_TRIED, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError:
+            return
+        except RuntimeError:
+            set_allocator(self._allocator)
+            self._allocator = None
 
     def allocated(self) -> int:  # noqa: D102
         return torch.cuda.memory_allocated(self._device)

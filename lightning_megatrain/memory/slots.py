@@ -35,7 +35,7 @@ class Slot:
 
 
 class SlotRing:
-    """Equal slots, recycled least recently used first.
+    """A fixed number of equal slots, recycled least recently used first.
 
     Args:
         count: number of slots; at least one.
@@ -45,19 +45,10 @@ class SlotRing:
     """
 
     def __init__(self, count: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._numel, self._dtype, self._device = numel, dtype, device
-        self._clock = 0
-        self.slots: list[Slot] = []
-        for _ in range(count):
-            self.add()
-
-    def add(self) -> Slot:
-        """One slot more, empty; returns it."""
         # A slot made under inference_mode could never be written again outside of it (validate, then fit).
         with torch.inference_mode(False):
-            slot = Slot(torch.empty(self._numel, dtype=self._dtype, device=self._device))
-        self.slots.append(slot)
-        return slot
+            self.slots = [Slot(torch.empty(numel, dtype=dtype, device=device)) for _ in range(count)]
+        self._clock = 0
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -25,7 +25,8 @@ class Budget:
     take memory in proportion, beyond what the engine holds all the time. Nothing here waits for the device.
 
     When memory runs out all the same, :meth:`relieve` lets every kept graph go: their uses are recomputed, and
-    fewer are kept from then on.
+    fewer are kept from then on. If there is none, or a batch is larger than all before and will not fit even without,
+    what others took is taken back.
 
     Args:
         recompute: ``"always"`` keeps none, ``"never"`` all, ``"auto"`` as many as fit.
@@ -35,6 +36,8 @@ class Budget:
     def __init__(self, recompute: Recompute = "always", memory: DeviceMemory | None = None) -> None:
         self._recompute = recompute
         self._memory = memory
+        self.give_back: Callable[[], int] = lambda: 0
+        """Frees what was taken with :meth:`reserve`; returns how many bytes."""
         self._live: weakref.WeakSet[KeptGraph] = weakref.WeakSet()
         self._target = 0
         self._most: int | None = None  # after memory ran out
@@ -44,6 +47,7 @@ class Budget:
         self._graph = self._graph_of_use = 0  # bytes of this batch's largest graph, and of the one being made
         self._batches = 0
         self._open = False  # a batch has begun whose memory was not looked at
+        self._ran_out = False  # in the last batch
         # Of the largest batch so far: its elements, the bytes it would take with no graph kept, and those of a graph.
         self._largest: tuple[int, float, float] | None = None
         self._static = 0
@@ -58,17 +62,15 @@ class Budget:
     def begin(self) -> None:
         """A batch starts."""
         self.end()
+        if self._ran_out:
+            self._ran_out = False
+            self._forget_peak()
         self._open = True
         self._uses_before, self._uses, self._kept, self._graph = self._uses or self._uses_before, 0, 0, 0
         if self._memory is not None and self._largest is None:
             self._static = self._memory.allocated()
             self._bare = self._memory.peak()  # a validation's
             self._memory.reset_peak()
-
-    @property
-    def spends(self) -> bool:
-        """Whether what a step leaves may be spent on keeping more from forward to backward."""
-        return self._recompute == "auto" and self._memory is not None
 
     @property
     def spare(self) -> int:
@@ -117,8 +119,9 @@ class Budget:
         self._live.add(kept)
 
     def relieve(self) -> bool:
-        """Memory ran out: drop all kept graphs. Whether there were any."""
+        """Memory ran out: drop all kept graphs or, without any, take back what others took. Whether there was any."""
         self._graph_of_use = 0  # it will be made again
+        self._open, self._ran_out = False, True  # what this batch takes tells nothing of others
         live = [kept for kept in self._live if kept.left]
         for kept in live:
             kept.drop()
@@ -132,7 +135,17 @@ class Budget:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return bool(live)
+        return bool(live) or self._take_back()
+
+    def _take_back(self) -> bool:
+        freed = self.give_back()
+        self.reserve(-freed)
+        return freed > 0
+
+    def _forget_peak(self) -> None:
+        if self._memory is not None:
+            self._memory.reset_peak()
+            self._peak = 0
 
     @property
     def _looks(self) -> bool:
@@ -141,11 +154,17 @@ class Budget:
     def _affordable(self) -> int:
         if self._memory is None or self._largest is None or not self._elements:
             return 0
-        elements, base, graph = self._largest
-        ratio = self._elements / elements
-        left = self._memory.limit * SPENDABLE - self._static - (base - self._static) * ratio
-        count = max(0, int(left / max(1.0, graph * ratio)))
+        ratio = self._elements / self._largest[0]
+        if self._left(ratio) < 0 and ratio > 1 and self._take_back():
+            self._forget_peak()
+        count = max(0, int(self._left(ratio) / max(1.0, self._largest[2] * ratio)))
         return count if self._most is None else min(count, self._most)
+
+    def _left(self, ratio: float) -> float:
+        """Bytes beside a batch that is so many times as large as the largest, with no graph kept."""
+        assert self._memory is not None
+        assert self._largest is not None
+        return self._memory.limit * SPENDABLE - self._static - (self._largest[1] - self._static) * ratio
 
     def end(self) -> None:
         """The batch's backward is over, and what it took is known; does nothing the second time.

@@ -14,7 +14,6 @@ from lightning_megatrain.memory.layout import Group
 from lightning_megatrain.memory.store import Store
 from lightning_megatrain.stream.autograd import Call, StreamedBlock
 from lightning_megatrain.stream.budget import Budget
-from lightning_megatrain.stream.cache import WeightCache
 from lightning_megatrain.stream.chunked import chunk
 from lightning_megatrain.stream.compiled import CompiledForward
 from lightning_megatrain.stream.fetcher import Fetcher
@@ -92,11 +91,9 @@ class Engine:
         store.recall = self.recall
         held = self.share.slots if self.share is not None else {}
         self._fetcher = Fetcher(self.units, store, streams, sink, prefetch=prefetch, held=held)
-        self._cache = WeightCache(self._fetcher.ring, len(self.units), streams) if self.budget.spends else None
-        relieve = partial(_relieve, self.budget, self._cache, self.share)
-        self.runner = Runner(
-            streams, self._fetcher.bound, self.budget, relieve, SliceRows(microbatch), saved, compute_context
-        )
+        if self.share is not None:
+            self.budget.give_back = self.share.give_back
+        self.runner = Runner(streams, self._fetcher.bound, self.budget, SliceRows(microbatch), saved, compute_context)
         self._gradients = GradientBuffers(groups, dtype, streams) if sink is not None else None
         with torch.inference_mode(False):
             self._anchor = torch.empty(0, requires_grad=True)
@@ -155,8 +152,6 @@ class Engine:
         """Take everything off the model; its parameters' data are host views afterwards."""
         self._take_assigned()
         self.reset()
-        if self._cache is not None:
-            self._cache.close()
         if self.share is not None:
             self.share.close()
         for unit in self.units:
@@ -212,8 +207,6 @@ class Engine:
             self._saved.begin()
         if trains:
             self.budget.begin()
-            if self._cache is not None:
-                self.budget.reserve(self._cache.begin(self.budget.spare))
             if self.share is not None:
                 self.budget.reserve(self.share.begin(self.budget.spare, self.budget.size))
         elif self.share is not None:
@@ -280,8 +273,6 @@ class Engine:
             self._need_residents()
         for group in self.residents.groups:
             check_trainable(group)
-        if self._cache is not None:
-            self._cache.begin_backward()
         if self.share is not None:
             self.share.begin_backward()
         self._collecting = True
@@ -432,15 +423,3 @@ class Engine:
         assert self.share is not None
         assert self.updates is not None
         self.updates.made(group.index, flat, self.share.held[group.index].memory, present, last, norm)
-
-
-def _relieve(budget: Budget, cache: WeightCache | None, share: DeviceShare | None) -> bool:
-    """Device memory ran out: give back what was spent on speed. Whether there was any."""
-    if budget.relieve():
-        return True
-    for spent in (cache, share):
-        freed = spent.give_back() if spent is not None else 0
-        if freed:
-            budget.reserve(-freed)
-            return True
-    return False

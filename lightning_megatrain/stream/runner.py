@@ -35,8 +35,7 @@ class Runner:
     Args:
         streams: the lanes of the device.
         bind: binds a unit to its weights.
-        budget: decides which graphs are kept.
-        relieve: frees device memory, and says whether it could.
+        budget: decides which graphs are kept, and frees device memory when it runs out.
         slice_rows: decides how much of a batch goes through a unit at once.
         saved: where inputs wait for the backward; None for where they are.
         compute_context: entered around every block's forward, in forward and recompute alike.
@@ -47,7 +46,6 @@ class Runner:
         streams: Streams,
         bind: Bind,
         budget: Budget,
-        relieve: Callable[[], bool],
         slice_rows: SliceRows,
         saved: SavedInputs | None,
         compute_context: Callable[[], contextlib.AbstractContextManager[Any]],
@@ -55,7 +53,6 @@ class Runner:
         self._streams = streams
         self._bound = bind
         self._budget = budget
-        self._relieve = relieve
         self._slice_rows = slice_rows
         self._saved = saved
         self._compute_context = compute_context
@@ -237,7 +234,7 @@ class Runner:
         try:
             return run()
         except torch.OutOfMemoryError:
-            if not self._relieve() and not self._takes_smaller_slices(call, tensors):
+            if not self._budget.relieve() and not self._takes_smaller_slices(call, tensors):
                 raise
         return None  # and the error with its frames, which hold tensors, is gone
 

@@ -87,7 +87,7 @@ class SavedInputs:
         self._under_way: deque[tuple[Copy, int]] = deque()
         self._fetching: dict[int, Copy] = {}
         self._seen: dict[int, weakref.ref[Tensor]] = {}
-        self._static = 0
+        self._static: int | None = None  # before anything is spent on speed
         self.nbytes = 0
         """Host bytes held."""
 
@@ -100,7 +100,8 @@ class SavedInputs:
         for copy in self._fetching.values():
             self._streams.compute_after(copy.done)
         self._fetching.clear()
-        self._static = self._memory.allocated() if self._memory is not None else 0
+        if self._static is None and self._memory is not None:
+            self._static = self._memory.allocated()
 
     def put(self, tensors: Sequence[Tensor]) -> list[SavedOnHost]:
         """Start copying those inputs of a use to the host that are to wait there; the others stay where they are.
@@ -123,7 +124,7 @@ class SavedInputs:
     def _goes(self, tensor: Tensor) -> bool:
         if self._where != "auto" or self._memory is None:
             return self._where == "host"
-        much = self._units * tensor.nbytes > _SHARE * (self._memory.limit - self._static)
+        much = self._units * tensor.nbytes > _SHARE * (self._memory.limit - (self._static or 0))
         return much and self._has_room(tensor.nbytes)
 
     def _push(self, position: int, tensor: Tensor) -> SavedOnHost:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -118,7 +118,9 @@ class DeviceShare:
         self.begin_backward()  # gradients of the last step are used
         step, waited, busy = self._last_step()
         if size != self._size:  # seconds are compared with those of equal batches
-            self._size, self._fastest, self._taking = size, float("inf"), None
+            self._size, self._fastest = size, float("inf")
+            if self._taking is not None:
+                self._taking = replace(self._taking, step=float("inf"))
         if not self._interrupted and self._steps > 1:  # the first step had no update before it to wait for
             self._fastest = min(self._fastest, step)
         grown = 0

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_megatrain.memory.device import expand_segments, set_allocator
+from lightning_megatrain.memory.device import CudaMemory, expand_segments, set_allocator
 
+if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+    pytest.skip("this torch cannot say what its allocator was told", allow_module_level=True)
 settings = torch._C._accelerator_getAllocatorSettings
 
 
@@ -28,7 +30,7 @@ def test_other_settings_stay(others: str) -> None:
     assert after is not None
     set_allocator(after)
     assert settings() == ",".join(filter(None, [others, "expandable_segments:False"]))
-    assert expand_segments() == after  # a second run finds what the first left
+    assert expand_segments() == after  # the next run
     assert settings().endswith("expandable_segments:True")
 
 
@@ -41,7 +43,45 @@ def test_what_the_user_chose_stays(name: str, chosen: str, monkeypatch: pytest.M
     assert settings() == f"max_split_size_mb:512,expandable_segments:{chosen}"
 
 
-def test_not_on_wsl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "release", lambda: "6.6.87.2-microsoft-standard-WSL2")
+@pytest.mark.parametrize(
+    ("system", "release"), [("Linux", "6.6.87.2-microsoft-standard-WSL2"), ("Windows", "11"), ("Linux", "6.8.0")]
+)
+def test_only_where_the_system_can_map(system: str, release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "release", lambda: release)
+    before = settings()
+    assert (expand_segments() is not None) == (release == "6.8.0")
+    assert (settings() != before) == (release == "6.8.0")
+
+
+def test_who_uses_them_already_keeps_them() -> None:
+    """The user by a call of torch, or a run around this one."""
+    set_allocator("expandable_segments:True")
     assert expand_segments() is None
-    assert settings() == ""
+    assert settings() == "expandable_segments:True"
+
+
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+def test_a_device_that_cannot_map(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for one: the first allocation fails, and not because it is full."""
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (8 * gib, 8 * gib))
+    for name in ("memory_reserved", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0, raising=False)
+    empty, tried = torch.empty, []
+
+    def failing(*args: object, **kwargs: object) -> torch.Tensor:
+        tried.append(settings())
+        if len(tried) == 1:
+            raise error("CUDA driver error: operation not supported")
+        return empty(0)
+
+    monkeypatch.setattr(torch, "empty", failing)
+    set_allocator("max_split_size_mb:512,expandable_segments:False")
+    memory = CudaMemory(torch.device("cuda", 0))
+    assert tried == ["max_split_size_mb:512,expandable_segments:True"]
+    works = error is torch.OutOfMemoryError
+    assert settings() == f"max_split_size_mb:512,expandable_segments:{works}"
+    memory.close()
+    assert settings() == "max_split_size_mb:512,expandable_segments:False"

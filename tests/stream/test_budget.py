@@ -1,5 +1,6 @@
 """Spare device memory is spent on kept graphs, never beyond its limit, and given back when it runs out."""
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -145,6 +146,59 @@ def test_what_is_said_to_be_spare_may_be_taken(graphs: list[int], loss: int) -> 
         tops.append(unlike(budget, memory, graphs, loss))
     assert spare > 0
     assert max(tops) <= 6000 * SPENDABLE
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(15, 2), (20, 0), (24, 3), (30, 2)])
+def test_what_others_took_goes_back_before_a_batch_that_would_not_fit(rows: int, expected: int) -> None:
+    memory = Simulated(int(10_000 / SPENDABLE) + 1)
+    memory.take(1000)
+    budget = Budget("auto", memory)
+    for _ in range(2):
+        batch(budget, memory, rows=10, graph=50, loss=200)
+    budget.end()
+    taken, back = 4500, []
+    budget.reserve(taken)
+    memory.take(taken)
+    assert batch(budget, memory, rows=10, graph=50, loss=200) >= 3
+
+    def give_back() -> int:
+        back.append(1)
+        memory.take(-taken)
+        return taken
+
+    budget.give_back = give_back
+    assert [batch(budget, memory, rows=rows, graph=50, loss=200) for _ in range(3)] == [expected] * 3
+    assert len(back) == (rows > 22)
+    assert memory.most <= memory.limit * SPENDABLE
+
+
+@pytest.mark.parametrize("others", [0, 3000])
+@pytest.mark.parametrize("rows", [10, 12])
+def test_after_memory_ran_out_graphs_are_kept_again(rows: int, others: int) -> None:
+    """The peak of a batch in which something was given back says nothing of those that follow."""
+    memory = Simulated(10_000)
+    memory.take(1000)
+    budget = Budget("auto", memory)
+    for _ in range(2):
+        batch(budget, memory, rows=10, graph=50, loss=200)
+    budget.end()
+    budget.reserve(others)
+    memory.take(others)
+    budget.give_back = lambda: others
+    graphs = []
+    budget.begin()
+    for _ in range(UNITS):
+        if budget.keeps((torch.empty(rows, 4),)) and not others:
+            graphs.append(KeptGraph("unit"))
+            graphs[-1].add([], [], [])
+            budget.hold(graphs[-1])
+    memory.take(memory.limit - memory.now)  # whatever it was
+    expected = pytest.warns(RuntimeWarning, match="at most 4 are kept") if graphs else contextlib.nullcontext()
+    with expected:
+        assert budget.relieve()
+    memory.take(1000 - memory.now)
+    budget.end()
+    assert [batch(budget, memory, rows=rows, graph=50, loss=200) for _ in range(4)] == [4 if graphs else UNITS] * 4
 
 
 def test_a_loss_that_grows_later_is_noticed() -> None:

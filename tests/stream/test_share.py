@@ -472,6 +472,17 @@ def test_seconds_are_compared_of_equal_batches(
     assert homes == [0] * alike
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_no_more_are_taken_if_that_does_not_help(
+    alike: bool, shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeviceShare, "_last_step", lambda self: (1.0, 0.2, 1.0))
+    sizes = iter([100 + i * (not alike) for i in range(12)])
+    monkeypatch.setattr(Budget, "size", property(lambda self: next(sizes)))
+    fit(partial(zoo.Encoder, layers=8, log_norm=False), MegaTrainStrategy(), precision="bf16-mixed", max_steps=12)
+    assert 0 < len(shared["held"]) <= 3
+
+
 def gone_home(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     homes: list[int] = []
     give_up = DeviceShare._give_up
