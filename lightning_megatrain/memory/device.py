@@ -57,12 +57,14 @@ def expand_segments() -> str | None:
     Returns:
         The settings to go back to, for :func:`set_allocator`; None if nothing was changed.
     """
-    chosen = any(_EXPANDABLE in os.environ.get(f"PYTORCH_{kind}ALLOC_CONF", "") for kind in ("", "CUDA_"))
+    environment = [os.environ[name] for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF") if name in os.environ]
     able = platform.system() == "Linux" and "microsoft" not in platform.release().lower()
-    if chosen or not able or not hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+    if not able or not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
         return None
-    now = torch._C._accelerator_getAllocatorSettings()
-    if f"{_EXPANDABLE}:True" in now:
+    # Before torch 2.13 only the environment tells what is set. Of two variables the first counts.
+    get = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    now: str = get() if get is not None else environment[0] if environment else ""
+    if any(_EXPANDABLE in setting for setting in environment) or f"{_EXPANDABLE}:True" in now:
         return None
     # What is not said again may be forgotten, and this one only goes when that is said.
     others = [option for option in now.split(",") if option and _EXPANDABLE not in option]

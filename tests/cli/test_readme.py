@@ -179,18 +179,45 @@ def test_messages_in_the_table_of_symptoms_are_said():
 
 
 def test_our_numbers_stand_in_the_results():
-    measured = (ROOT / "tests/benchmarks/results/h200_7b.md").read_text()
+    results = ROOT / "tests/benchmarks/results"
+    eager = (results / "h200_7b.md").read_text()
+    steps = [json.loads(path.read_text()) for path in (results / "h200_speed").glob("*.json")]
     ours = [row for row in table("what") if row[0].startswith("this")]
-    assert len(ours) == 2
+    assert len(ours) == 4
     for what, _, _, tokens_per_s, tflops, gpu, rss, _ in ours:
         schedule, commit = re.fullmatch(r"this, (`\w+`), at (\w+)", what).groups()
-        assert f"commit {commit}" in measured
-        of_schedule = [line for line in measured.splitlines() if line.startswith(f"| {schedule}")]
-        assert any(f"| {tokens_per_s} | {tflops} | {gpu} |" in line for line in of_schedule)
-        assert any(f"| {rss} |" in line for line in of_schedule)
+        if f"commit {commit}" in eager:
+            of_schedule = [line for line in eager.splitlines() if line.startswith(f"| {schedule}")]
+            assert any(f"| {tokens_per_s} | {tflops} | {gpu} |" in line for line in of_schedule)
+            assert any(f"| {rss} |" in line for line in of_schedule)
+            continue
+        [step] = [
+            s
+            for s in steps
+            if s["commit"].startswith(commit) and f"{s['sizes'][0]['tokens_per_s']:,.0f}" == tokens_per_s
+        ]
+        size = step["sizes"][0]
+        assert f"`{step['schedule']}`" == schedule
+        assert f"{size['model_tflops']:.0f}" == tflops
+        assert [f"{size[key] / 2**30:.1f}" for key in ("peak_device_allocated_bytes", "peak_host_rss_bytes")] == [
+            gpu,
+            rss,
+        ]
     for what, parameters, *_, rss, each in table("what"):
         billions = {"7.6B": 7.615616512, "3.4B": 3.4}[parameters]
         assert float(each) == pytest.approx(float(rss) * 2**30 / 1e9 / billions, abs=0.06), what
+
+
+def test_shares_of_the_ceiling_are_those_measured():
+    text = " ".join(README.split())
+    for name, said in (("7b_32k", "1.15"), ("7b_32k_clip", "1.07"), ("7b_8k_clip", "1.06")):
+        [size] = json.loads((ROOT / f"tests/benchmarks/results/h200_speed/{name}.json").read_text())["sizes"]
+        assert f"{size['of_ceiling']:.2f}" == said
+        assert said in text
+        table = (ROOT / "tests/benchmarks/results/h200_speed.md").read_text()
+        assert f"| {size['step_s']:.3f} | {size['ceiling']['step_s']:.3f} | {size['of_ceiling']:.3f} |" in table
+    [size] = json.loads((ROOT / "tests/benchmarks/results/h200_speed/7b_32k.json").read_text())["sizes"]
+    assert f"{size['ceiling']['tokens_per_s']:,.0f} tokens/s" in text
 
 
 def test_the_host_memory_of_the_table_is_12_and_14_bytes_per_parameter():

@@ -34,6 +34,17 @@ def test_other_settings_stay(others: str) -> None:
     assert settings().endswith("expandable_segments:True")
 
 
+@pytest.mark.parametrize("names", [(), ("PYTORCH_ALLOC_CONF",), ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")])
+def test_a_torch_that_does_not_tell_its_settings(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before torch 2.13: what the process was started with is said again."""
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
+    for index, name in enumerate(names):
+        monkeypatch.setenv(name, f"max_split_size_mb:{512 + index}")
+    others = "max_split_size_mb:512," if names else ""
+    assert expand_segments() == f"{others}expandable_segments:False"
+    assert settings() == f"{others}expandable_segments:True"
+
+
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 @pytest.mark.parametrize("chosen", ["True", "False"])
 def test_what_the_user_chose_stays(name: str, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
