@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
@@ -54,7 +58,8 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
     if cfg.output not in ("table", "json"):
         raise UserError(f"output={cfg.output!r} is not valid: it must be table or json.")
     check_values(cfg, targets={"optim": cfg.model["_target_"]})
-    result = Planner(cfg).result()
+    with _prepared(cfg):
+        result = Planner(cfg).result()
     if HydraConfig.get().mode is RunMode.MULTIRUN and cfg.output == "table":
         _rows.append({"overrides": ",".join(HydraConfig.get().overrides.task), **result})
     elif cfg.output == "json":
@@ -62,6 +67,17 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
     else:
         _print(result)
     return result
+
+
+@contextmanager
+def _prepared(cfg: DictConfig) -> Iterator[None]:
+    """Inside, there is what `cfg.prepare` makes before a training: in a folder that goes again, if it names its own."""
+    with ExitStack() as stack:
+        if cfg.prepare is not None:
+            if "path" in cfg.prepare:
+                cfg.prepare.path = str(Path(stack.enter_context(TemporaryDirectory()), "prepared"))
+            instantiate(cfg.prepare)
+        yield
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -85,6 +85,16 @@ def test_the_plan_of_a_run_is_the_plan_that_the_run_makes(planned, monkeypatch):
     assert seen[0].device == plan["device_bytes_by_item"]
 
 
+def test_every_experiment_is_planned_and_leaves_nothing_behind(planned, tmp_path):
+    names = [path.stem for path in (config_dir() / "experiment").glob("*.yaml")]
+    assert "sft_tiny" in names
+    for name in names:
+        plan = planned(f"experiment={name}", "host=laptop_32gb", "gpu=rtx_4090", "output=json")
+        assert plan["fits"]
+    assert 1e6 < planned("experiment=sft_tiny", "host=laptop_32gb", "gpu=rtx_4090", "output=json")["parameters"] < 2e6
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_sweep_ends_with_one_table(planned, capsys):
     models, hosts = "tiny,qwen2_5_0_5b", "laptop_32gb,workstation_64gb"
     assert main(["plan", "-m", f"model={models}", f"host={hosts}", "gpu=rtx_4090"]) == 0
