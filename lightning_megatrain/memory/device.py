@@ -81,7 +81,7 @@ class CudaMemory(DeviceMemory):
     """Memory of one CUDA device.
 
     A limit of the user's is one of torch's allocator, so that what it keeps in reserve counts as well: at the limit it
-    gives its reserve back, and only then is a request refused. See :func:`expand_segments` for what is set besides.
+    gives its reserve back, and only then is a request refused. With a limit, :func:`expand_segments` is called as well.
 
     Args:
         device: the device.
@@ -106,7 +106,7 @@ class CudaMemory(DeviceMemory):
             )
         fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in every release
         self._fraction = 1.0 if fraction is None else fraction(device)
-        self._allocator = expand_segments()
+        self._allocator = expand_segments() if self._capped else None
         self._try_segments()
         if not self._capped:
             self.limit = min(self.limit, int(self._fraction * total))

@@ -80,6 +80,7 @@ def test_a_device_that_cannot_map(error: type[Exception], monkeypatch: pytest.Mo
     for name in ("memory_reserved", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda _: 0)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *_: None)
     empty, tried = torch.empty, []
 
     def failing(*args: object, **kwargs: object) -> torch.Tensor:
@@ -90,7 +91,10 @@ def test_a_device_that_cannot_map(error: type[Exception], monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch, "empty", failing)
     set_allocator("max_split_size_mb:512,expandable_segments:False")
-    memory = CudaMemory(torch.device("cuda", 0))
+    CudaMemory(torch.device("cuda", 0)).close()
+    assert not tried
+    assert settings() == "max_split_size_mb:512,expandable_segments:False"
+    memory = CudaMemory(torch.device("cuda", 0), "4GiB")
     assert tried == ["max_split_size_mb:512,expandable_segments:True"]
     works = error is torch.OutOfMemoryError
     assert settings() == f"max_split_size_mb:512,expandable_segments:{works}"
