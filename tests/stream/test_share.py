@@ -483,6 +483,32 @@ def test_no_more_are_taken_if_that_does_not_help(
     assert 0 < len(shared["held"]) <= 3
 
 
+class Growing(zoo.Encoder):
+    """From the seventh batch on there are four times as many rows."""
+
+    steps = 0
+
+    def __init__(self) -> None:
+        super().__init__(layers=4, log_norm=False)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.steps += 1
+        return super().loss(batch.repeat(4, 1) if self.steps > 6 else batch)
+
+
+@pytest.mark.parametrize("update", SCHEDULES)
+def test_groups_go_home_before_a_batch_that_would_not_fit_beside_them(
+    update: str, shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned = []
+    give_back = DeviceShare.give_back
+    monkeypatch.setattr(DeviceShare, "give_back", lambda self: (returned.append(give_back(self)), returned[-1])[1])
+    monkeypatch.setattr(Roomy, "limit", int(3e7))  # a batch takes 1e7, nearly all of it its own
+    both(Growing, shared, update=update, max_steps=10)
+    assert len(returned) == 1
+    assert returned[0] > 0
+
+
 def gone_home(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     homes: list[int] = []
     give_up = DeviceShare._give_up
