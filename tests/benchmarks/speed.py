@@ -76,12 +76,13 @@ def main() -> int:
             good = False
             continue
         [size] = json.loads(result.read_text())["sizes"]
-        reached, share = size.get("of_ceiling"), "no ceiling"
+        reached = size.get("of_ceiling")
+        share = "no ceiling" if reached is None else f"{reached:.3f} of the ceiling"
         if row.least is None:
             depths.append(size["model_tflops"])
         else:
             good &= reached is not None and reached >= row.least
-            share = f"{'no ceiling' if reached is None else f'{reached:.3f} of the ceiling'}, wanted {row.least}"
+            share += f", wanted {row.least}"
         waits = ", ".join(f"{cause} {seconds * 1e3:.0f} ms" for cause, seconds in size["waits_s"].items())
         print(
             f"{name}: {share}; {size['step_s']:.3f} s, {size['model_tflops']:.0f} TFLOP/s, "

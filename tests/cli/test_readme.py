@@ -178,10 +178,17 @@ def test_messages_in_the_table_of_symptoms_are_said():
     assert [quote for quote in quoted if quote not in said] == []
 
 
+RESULTS = ROOT / "tests/benchmarks/results"
+
+
+def timed_steps():
+    """What `megatrain bench step` wrote, by row: the whole, and its one size."""
+    found = {path.stem: json.loads(path.read_text()) for path in (RESULTS / "h200_speed").glob("*.json")}
+    return {name: (step, *step["sizes"]) for name, step in found.items()}
+
+
 def test_our_numbers_stand_in_the_results():
-    results = ROOT / "tests/benchmarks/results"
-    eager = (results / "h200_7b.md").read_text()
-    steps = [json.loads(path.read_text()) for path in (results / "h200_speed").glob("*.json")]
+    eager = (RESULTS / "h200_7b.md").read_text()
     ours = [row for row in table("what") if row[0].startswith("this")]
     assert len(ours) == 4
     for what, _, _, tokens_per_s, tflops, gpu, rss, _ in ours:
@@ -191,33 +198,27 @@ def test_our_numbers_stand_in_the_results():
             assert any(f"| {tokens_per_s} | {tflops} | {gpu} |" in line for line in of_schedule)
             assert any(f"| {rss} |" in line for line in of_schedule)
             continue
-        [step] = [
-            s
-            for s in steps
-            if s["commit"].startswith(commit) and f"{s['sizes'][0]['tokens_per_s']:,.0f}" == tokens_per_s
+        [(step, size)] = [
+            found for found in timed_steps().values() if f"{found[1]['tokens_per_s']:,.0f}" == tokens_per_s
         ]
-        size = step["sizes"][0]
+        assert step["commit"].startswith(commit)
         assert f"`{step['schedule']}`" == schedule
         assert f"{size['model_tflops']:.0f}" == tflops
-        assert [f"{size[key] / 2**30:.1f}" for key in ("peak_device_allocated_bytes", "peak_host_rss_bytes")] == [
-            gpu,
-            rss,
-        ]
+        assert f"{size['peak_device_allocated_bytes'] / 2**30:.1f}" == gpu
+        assert f"{size['peak_host_rss_bytes'] / 2**30:.1f}" == rss
     for what, parameters, *_, rss, each in table("what"):
         billions = {"7.6B": 7.615616512, "3.4B": 3.4}[parameters]
         assert float(each) == pytest.approx(float(rss) * 2**30 / 1e9 / billions, abs=0.06), what
 
 
 def test_shares_of_the_ceiling_are_those_measured():
-    text = " ".join(README.split())
+    text, measured, steps = " ".join(README.split()), (RESULTS / "h200_speed.md").read_text(), timed_steps()
     for name, said in (("7b_32k", "1.15"), ("7b_32k_clip", "1.07"), ("7b_8k_clip", "1.06")):
-        [size] = json.loads((ROOT / f"tests/benchmarks/results/h200_speed/{name}.json").read_text())["sizes"]
+        _, size = steps[name]
         assert f"{size['of_ceiling']:.2f}" == said
         assert said in text
-        table = (ROOT / "tests/benchmarks/results/h200_speed.md").read_text()
-        assert f"| {size['step_s']:.3f} | {size['ceiling']['step_s']:.3f} | {size['of_ceiling']:.3f} |" in table
-    [size] = json.loads((ROOT / "tests/benchmarks/results/h200_speed/7b_32k.json").read_text())["sizes"]
-    assert f"{size['ceiling']['tokens_per_s']:,.0f} tokens/s" in text
+        assert f"| {size['step_s']:.3f} | {size['ceiling']['step_s']:.3f} | {size['of_ceiling']:.3f} |" in measured
+    assert f"{steps['7b_32k'][1]['ceiling']['tokens_per_s']:,.0f} tokens/s" in text
 
 
 def test_the_host_memory_of_the_table_is_12_and_14_bytes_per_parameter():
@@ -247,11 +248,10 @@ def test_the_table_is_what_the_plan_says(capsys, tmp_path, monkeypatch):
 
 
 def test_the_picture_is_drawn_from_the_trace(tmp_path):
-    results = ROOT / "tests/benchmarks/results"
-    bars = trace_picture.read(results / "h200_7b_next_forward_trace.json")
+    bars = trace_picture.read(RESULTS / "h200_7b_next_forward_trace.json")
     figure = trace_picture.chart(bars, "a step")
     figure.savefig(tmp_path / "picture.png")
-    for picture in (tmp_path / "picture.png", results / "h200_7b_next_forward.png"):
+    for picture in (tmp_path / "picture.png", RESULTS / "h200_7b_next_forward.png"):
         size = [int.from_bytes(picture.read_bytes()[start : start + 4], "big") for start in (16, 20)]
         assert size == [trace_picture.WIDTH, trace_picture.HEIGHT]
     numbers = [text.get_text() for text in figure.axes[0].texts]
