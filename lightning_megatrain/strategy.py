@@ -182,7 +182,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self._session: Session | None = None
         self._plan: Plan | None = None
         self._resumes = False
-        self._residents_fresh = False
+        self._weights_fresh = False
         self._counters: dict[str, int] = {}  # of the last fit
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
 
@@ -396,15 +396,15 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     @contextmanager
     def _evaluation(self) -> Generator[None, None, None]:
         engine = self._running()
-        engine.begin_step(upload=not self._residents_fresh, trains=False)
-        self._residents_fresh = True
+        engine.begin_step(fresh=self._weights_fresh, trains=False)
+        self._weights_fresh = True
         try:
             yield
         finally:
             engine.end_step()
 
     def _weights_may_change(self) -> None:
-        self._residents_fresh = False
+        self._weights_fresh = False
 
     @override
     def on_train_end(self) -> None:

@@ -14,8 +14,8 @@ class Slot:
     """One device buffer and what it holds.
 
     ``group`` and ``version`` name the wire bytes inside (``group`` is None while empty); ``users`` counts binds that
-    have not been released. ``filled`` (the fetch that wrote it) and ``released`` (the point after its last reader) are
-    the engine's marks.
+    have not been released; ``kept`` says that it is not to be recycled. ``filled`` (the fetch that wrote it) and
+    ``released`` (the point after its last reader) are the engine's marks.
     """
 
     buffer: Tensor
@@ -23,6 +23,7 @@ class Slot:
     version: int = -1
     users: int = 0
     last_use: int = 0
+    kept: bool = False
     views: dict[int, list[Tensor]] = field(default_factory=dict)
     filled: Any = None
     released: Any = None
@@ -35,7 +36,7 @@ class Slot:
 
 
 class SlotRing:
-    """A fixed number of equal slots, recycled least recently used first.
+    """A number of equal slots, recycled least recently used first, beside those that are kept.
 
     Args:
         count: number of slots; at least one.
@@ -45,10 +46,14 @@ class SlotRing:
     """
 
     def __init__(self, count: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._numel, self._dtype, self._device = numel, dtype, device
+        self.slots = [self._new() for _ in range(count)]
+        self._clock = 0
+
+    def _new(self) -> Slot:
         # A slot made under inference_mode could never be written again outside of it (validate, then fit).
         with torch.inference_mode(False):
-            self.slots = [Slot(torch.empty(numel, dtype=dtype, device=device)) for _ in range(count)]
-        self._clock = 0
+            return Slot(torch.empty(self._numel, dtype=self._dtype, device=self._device))
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +66,7 @@ class SlotRing:
 
     def take(self, group: int, version: int) -> Slot | None:
         """Claim the slot unused for longest for new contents; None when every slot is bound."""
-        free = [slot for slot in self.slots if slot.users == 0]
+        free = [slot for slot in self.slots if slot.users == 0 and not slot.kept]
         if not free:
             return None
         slot = min(free, key=lambda s: (s.group is not None, s.last_use))
@@ -74,7 +79,26 @@ class SlotRing:
         self._clock += 1
         slot.last_use = self._clock
 
+    def keep(self, slot: Slot) -> Slot:
+        """Recycle ``slot`` no more, and another in its stead, which is returned.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for another one; nothing has changed.
+        """
+        other = self._new()
+        self.slots.append(other)
+        slot.kept = True
+        return other
+
+    def let_go(self) -> int:
+        """Free the slots that are kept and not bound; their bytes."""
+        gone = [slot for slot in self.slots if slot.kept and slot.users == 0]
+        self.slots = [slot for slot in self.slots if slot not in gone]
+        return sum(slot.buffer.nbytes for slot in gone)
+
     def clear(self) -> None:
-        """Forget all contents; nothing may be bound."""
+        """Forget all contents but of slots that are kept; nothing may be bound."""
         for slot in self.slots:
-            slot.group, slot.users = None, 0
+            slot.users = 0
+            if not slot.kept:
+                slot.group = None

@@ -25,8 +25,8 @@ class Budget:
     take memory in proportion, beyond what the engine holds all the time. Nothing here waits for the device.
 
     When memory runs out all the same, :meth:`relieve` lets every kept graph go: their uses are recomputed, and
-    fewer are kept from then on. If there is none, or a batch is larger than all before and will not fit even without,
-    what others took is taken back.
+    fewer are kept from then on. If there is none, what was borrowed is returned, and if there is nothing of that or a
+    batch is larger than all before and will not fit even without, what others took is taken back.
 
     Args:
         recompute: ``"always"`` keeps none, ``"never"`` all, ``"auto"`` as many as fit.
@@ -38,6 +38,10 @@ class Budget:
         self._memory = memory
         self.give_back: Callable[[], int] = lambda: 0
         """Frees what was taken with :meth:`reserve`; returns how many bytes."""
+        self.let_go: Callable[[], int] = lambda: 0
+        """Frees what was taken with :meth:`borrow`; returns how many bytes."""
+        self._borrowed = 0
+        self._lends = True
         self._live: weakref.WeakSet[KeptGraph] = weakref.WeakSet()
         self._target = 0
         self._most: int | None = None  # after memory ran out
@@ -69,7 +73,7 @@ class Budget:
         self._uses_before, self._uses, self._kept, self._graph = self._uses or self._uses_before, 0, 0, 0
         if self._memory is not None and self._largest is None:
             self._static = self._memory.allocated()
-            self._bare = self._memory.peak()  # a validation's
+            self._see_bare()  # a validation's
             self._memory.reset_peak()
 
     @property
@@ -91,6 +95,34 @@ class Budget:
             elements, base, graph = self._largest
             self._largest = (elements, base + nbytes, graph)
             self._bare += nbytes
+
+    def borrow(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` may be taken until :meth:`returned`, beside all that was taken so far; then they are.
+
+        No more than half of what is left is lent: what follows, such as the cache of a text that grows, was not seen.
+        Nothing is while a batch's graphs are being made, which make better use of it.
+        """
+        if self._memory is None or not self._lends or (self._open and self._uses):
+            return False
+        self._see_bare()
+        left = self._memory.limit * SPENDABLE - max(self._bare, self._memory.allocated() - self._borrowed)
+        lent = self._borrowed + nbytes <= left / 2
+        self._borrowed += nbytes if lent else 0
+        return lent
+
+    def returned(self) -> None:
+        """All that was borrowed is free again."""
+        if self._memory is not None and self._borrowed:
+            self._see_bare()
+            if self._largest is None:
+                self._memory.reset_peak()
+            self._peak = self._memory.peak()  # a rise that tells nothing of batches
+            self._borrowed = 0
+
+    def _see_bare(self) -> None:
+        """Before the first batch: its peak will not be the most if something else took more."""
+        if self._memory is not None and self._largest is None:
+            self._bare = max(self._bare, self._memory.peak() - self._borrowed)
 
     def keeps(self, tensors: Sequence[Tensor]) -> bool:
         """Whether to keep the graph of the use that begins with these tensors."""
@@ -119,7 +151,7 @@ class Budget:
         self._live.add(kept)
 
     def relieve(self) -> bool:
-        """Memory ran out: drop all kept graphs or, without any, take back what others took. Whether there was any."""
+        """Memory ran out: free what it was spent on, kept graphs first. Whether there was anything."""
         self._graph_of_use = 0  # it will be made again
         self._open, self._ran_out = False, True  # what this batch takes tells nothing of others
         live = [kept for kept in self._live if kept.left]
@@ -135,7 +167,14 @@ class Budget:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return bool(live) or self._take_back()
+        return bool(live) or self.lend_no_more() or self._take_back()
+
+    def lend_no_more(self) -> bool:
+        """There was no room for what was borrowed: from now on nothing is. Whether anything was."""
+        self._lends = False
+        freed = self.let_go()
+        self.returned()
+        return freed > 0
 
     def _take_back(self) -> bool:
         freed = self.give_back()

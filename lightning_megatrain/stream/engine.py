@@ -91,6 +91,7 @@ class Engine:
         store.recall = self.recall
         held = self.share.slots if self.share is not None else {}
         self._fetcher = Fetcher(self.units, store, streams, sink, prefetch=prefetch, held=held)
+        self.budget.let_go = self._fetcher.let_go
         if self.share is not None:
             self.budget.give_back = self.share.give_back
         self.runner = Runner(streams, self._fetcher.bound, self.budget, SliceRows(microbatch), saved, compute_context)
@@ -98,7 +99,8 @@ class Engine:
         with torch.inference_mode(False):
             self._anchor = torch.empty(0, requires_grad=True)
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
-        self._collecting = False
+        self._collecting = self._trains = False
+        self._left: list[int] = []  # versions of weights when the last step without training ended
         self._orders = {True: UseOrder(), False: UseOrder()}
         self._recent: deque[int] = deque(maxlen=max(1, prefetch))
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -184,24 +186,28 @@ class Engine:
             unit.pending = 0
         self.residents.to_host()
         self._fetcher.ring.clear()
+        self._fetcher.let_go()
         self._recent.clear()
         self._arrived.clear()
         self._fetcher.in_step = self._collecting = False
 
     # Phases of a step
 
-    def begin_step(self, *, upload: bool = True, trains: bool = True) -> None:
-        """A step starts: residents go to the device, slots are stale.
+    def begin_step(self, *, fresh: bool = False, trains: bool = True) -> None:
+        """A step starts: residents go to the device.
 
-        Whatever touched the host's weights since the last step is seen by this one, for residents unless ``upload``
-        is False.
+        Whatever touched the host's weights since the last step is seen by this one, unless they are ``fresh``.
 
         Args:
-            upload: refresh the device's copies of residents.
+            fresh: nobody wrote to weights since the last step, so what the device has of them is used again. This is
+                not believed where versions have changed.
             trains: this is a training step, and not one of validation, test or prediction.
         """
         self.end_step()
         self._take_assigned()
+        fresh = fresh and self._left == self._versions()
+        if not fresh:
+            self._let_go()
         self._last = None
         if self._saved is not None:
             self._saved.begin()
@@ -212,11 +218,12 @@ class Engine:
         elif self.share is not None:
             self.share.interrupt()
         self._fetcher.in_step = True
+        self._trains = trains
         for unit in self.units:
             unit.pending = 0
         for order in self._orders.values():
             order.begin()
-        self._bring_residents(upload=upload)
+        self._bring_residents(upload=not fresh)
 
     def _take_assigned(self) -> None:
         """Where the parameters' data are the host's: take over what somebody assigned to them."""
@@ -245,7 +252,7 @@ class Engine:
         Raises:
             RuntimeError: a resident weight was written to when its update had begun.
         """
-        self._fetcher.in_step = False
+        inside, self._fetcher.in_step = self._fetcher.in_step, False
         self._recent.clear()
         self._fetcher.ring.clear()
         if lost := self.residents.to_host():
@@ -253,6 +260,17 @@ class Engine:
                 f"Parameter {lost[0]!r} was written to after its gradient was complete, when its update had begun; "
                 "set MegaTrainStrategy(update='blocking')."
             )
+        if inside and not self._trains:
+            self._left = self._versions()
+
+    def _versions(self) -> list[int]:
+        """They change with what is written to weights, except in place to a parameter's ``data``."""
+        return [*self.store.versions, *(p._version for group in self.store.groups for p in group.parameters)]
+
+    def _let_go(self) -> None:
+        """Of units' weights that stayed on the device for uses without gradients."""
+        if self._fetcher.let_go():
+            self.budget.returned()
 
     @contextlib.contextmanager
     def host_window(self) -> Iterator[None]:
@@ -319,6 +337,7 @@ class Engine:
         trains = self.sink is not None and any(unit.requires_grad_flags())
         if not trains and not any(t.requires_grad for t in (*tensors, *unit.shared)):
             return self._use_without_gradients(unit, args, kwargs)
+        self._let_go()  # what follows makes better use of the memory
         call.preceding = list(reversed(self._recent))
         call.version = self.store.versions[unit.group.index]
         call.before, self._last = self._last, weakref.ref(call)
@@ -336,7 +355,13 @@ class Engine:
 
     def _use_without_gradients(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         expected = self._orders[False].observe(unit.group.index, self._fetcher.prefetch)
-        return self.runner.without_gradients(unit, args, kwargs, expected)
+        found = self.runner.without_gradients(unit, args, kwargs, expected)
+        if self._fetcher.in_step:
+            try:
+                self._fetcher.used(unit.group.index, self.budget.borrow)
+            except torch.OutOfMemoryError:
+                self.budget.lend_no_more()
+        return found
 
     def forward(self, call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Forward of one use whose backward may follow."""

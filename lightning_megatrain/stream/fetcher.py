@@ -1,7 +1,7 @@
 """Weights of units in device slots: fetched ahead, bound while they are used, and released."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lightning_megatrain.memory.slots import Slot, SlotRing
 from lightning_megatrain.memory.store import Store
@@ -35,16 +35,45 @@ class Fetcher:
         self.prefetch = prefetch
         self.bound_count = 0
         self.in_step = False
-        """Outside a step nobody says when the host's weights change, so no slot's bytes are trusted twice."""
+        """Outside a step nobody says when the host's weights change, so a slot's bytes are used once, and at once."""
         self._units = units
         self._store = store
         self._streams = streams
         self._sink = sink
         self._held = held
+        self._used: set[int] = set()  # groups, without gradients
         largest = max(u.group.layout.numel for u in units)
         self.ring = SlotRing(min(prefetch + 1, len(units)), largest, store.format.wire_dtype, streams.device)
         for slot in self.ring.slots:
             slot.released = streams.record()  # what had this memory before is done with it
+
+    def used(self, group: int, borrow: Callable[[int], bool]) -> None:
+        """A group was used without gradients, in a step. The second time, its weights stay on the device.
+
+        So the steps of an evaluation, and each token of a text that is generated in one, find them there. What stays
+        does not change: of units that are used in turn, the least recently used is the next one.
+
+        Args:
+            group: the group.
+            borrow: asked whether so many bytes may be taken until :meth:`let_go`.
+        """
+        if group in self._held:
+            return
+        if group not in self._used:
+            self._used.add(group)
+            return
+        slot = self._find(group)
+        if slot is not None and not slot.kept and borrow(slot.buffer.nbytes):
+            # Its memory may have been another tensor's that the device still works on.
+            self.ring.keep(slot).released = self._streams.record()
+
+    def let_go(self) -> int:
+        """Weights that :meth:`used` let stay need not any longer; bytes that are free then.
+
+        They were waited for before they were used, so the device is done with them before what takes their memory.
+        """
+        self._used.clear()
+        return self.ring.let_go()
 
     @contextlib.contextmanager
     def bound(self, unit: Unit, expected: Sequence[int]) -> Iterator[Slot]:
@@ -63,7 +92,7 @@ class Fetcher:
             held = self._find(following)
             if held is not None:
                 self.ring.touch(held)
-            elif self._sink is None or self._sink.updated(following):  # the launch thread waits for needed units only
+            elif self._may_fetch_ahead(following):
                 self._fetch(following)
         self._streams.compute_after(slot.filled.done)
         unit.bind(slot.views_of(unit.group))
@@ -79,7 +108,13 @@ class Fetcher:
                 slot.group = None
 
     def _find(self, group: int) -> Slot | None:
-        return self._held.get(group) or self.ring.find(group, self._store.versions[group])
+        found = self.ring.find(group, self._store.versions[group]) if self.in_step else None
+        return self._held.get(group, found)
+
+    def _may_fetch_ahead(self, group: int) -> bool:
+        # Outside a step it may be written to before it is used. The launch thread waits for updates that are needed
+        # now, and for no others.
+        return self.in_step and (self._sink is None or self._sink.updated(group))
 
     def _fetch(self, group: int) -> Slot | None:
         if self._sink is not None:

@@ -14,11 +14,14 @@ import zoo
 from bf16_reference import StepReference
 from fitting import QUIET, MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, fit, loader
 from rss_probe import Stack
+from writing import UNITS, Rewards, Validated
 
 from lightning_megatrain.memory.arena import Arena
 from lightning_megatrain.memory.device import CudaMemory
+from lightning_megatrain.memory.slots import Slot, SlotRing
 from lightning_megatrain.memory.split import split_master
 from lightning_megatrain.stream import saved
+from lightning_megatrain.stream.budget import Budget
 from lightning_megatrain.stream.saved import SavedInputs
 from lightning_megatrain.stream.share import DeviceShare
 from lightning_megatrain.stream.streams import CudaStreams, Streams
@@ -240,6 +243,36 @@ def test_inputs_that_wait_on_the_host_change_no_bit(name: str, update: str, monk
         assert len(pushed) >= 8 * (seed + 1) * 2
         assert_same_bits(a, b)
         assert_same_optimizer_bits(trainer_a, trainer_b)
+
+
+@pytest.mark.parametrize("make", [Validated, Rewards])
+def test_weights_that_stay_between_uses_change_no_bit(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"val_check_interval": 2, "limit_val_batches": 2, "num_sanity_val_steps": 2}
+
+    def go() -> tuple[Any, int]:
+        kept = 0
+        keep = SlotRing.keep
+
+        def counting(ring: SlotRing, slot: Slot) -> Slot:
+            nonlocal kept
+            kept += 1
+            return keep(ring, slot)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SlotRing, "keep", counting)
+            return run(make, steps=6, trainer=settings, prefetch=1)[0], kept
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Budget, "borrow", lambda *_: False)
+        plain, kept = go()
+    assert kept == 0
+    for seed in range(3):
+        with monkeypatch.context() as patch:
+            random_delays(patch, seed)
+            other, kept = go()
+        assert kept >= UNITS
+        assert_same_bits(plain, other)
+        assert all(torch.equal(a, b) for a, b in zip(plain.written, other.written, strict=True))
 
 
 def test_slices_of_the_sequence_are_close() -> None:

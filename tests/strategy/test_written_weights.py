@@ -77,6 +77,31 @@ def test_between_steps(act: Any, update: str) -> None:
     assert_same_bits(a, b)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_between_forwards_outside_a_step(training: bool) -> None:
+    """No weight is fetched ahead of such a forward, for it may be written to before it is used."""
+
+    class Outside(L.Callback):
+        seen: list[Tensor]
+
+        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            batch = torch.arange(8).reshape(2, 4)
+            self.seen = []
+            with torch.set_grad_enabled(training):
+                for _ in range(3):
+                    self.seen += [pl_module.loss(batch).detach() for _ in range(3)]
+                    for parameter in pl_module.parameters():
+                        parameter.data.mul_(1.25)
+
+    seen = []
+    for strategy in (stock(), MegaTrainStrategy()):
+        callback = Outside()
+        fit(partial(zoo.Encoder, layers=4, dropout=0.0, log_norm=False), strategy, callbacks=[callback], max_steps=2)
+        seen.append(torch.stack(callback.seen))
+    assert torch.equal(*seen)
+    assert len(set(seen[0].tolist())) == 3
+
+
 def test_masters_survive_an_exchange_in_bf16_mixed() -> None:
     still = partial(make, dropout=0.0)  # looking draws no random numbers
     plain, _ = fit(still, MegaTrainStrategy(), precision="bf16-mixed", max_steps=8)
