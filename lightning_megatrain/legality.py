@@ -163,6 +163,33 @@ def _needs_all_gradients(trainer: Trainer) -> str | None:
     return None
 
 
+def check_still_legal(trainer: Trainer, schedule: Schedule, *, on_device: bool) -> None:
+    """Refuse what a callback asks of the trainer during fit when updates that do not wait for it were chosen already.
+
+    Args:
+        trainer: the trainer, about to train a batch.
+        schedule: what was chosen.
+        on_device: groups may be updated on the device.
+
+    Raises:
+        MisconfigurationException: names the argument, and what to set.
+    """
+    if trainer.fit_loop._skip_backward:  # averaging callbacks pass over the data once more, without training
+        return
+    sums, clips = accumulates(trainer), bool(trainer.gradient_clip_val)
+    settings = []
+    if (sums or clips) and schedule == "in_backward":
+        settings.append("update='blocking'")
+    if (sums or _clips_values(trainer)) and on_device:
+        settings.append("device_update='never'")
+    if settings:
+        name = "accumulate_grad_batches" if sums else "gradient_clip_val"
+        raise MisconfigurationException(
+            f"{name} became {getattr(trainer, name)} during fit, when updates had been chosen that cannot follow; give "
+            f"it to the Trainer, or set MegaTrainStrategy({', '.join(settings)})."
+        )
+
+
 def accumulates(trainer: Trainer) -> bool:
     """Whether gradients of several batches are, or may come to be, summed for one step."""
     return trainer.accumulate_grad_batches != 1 or any(

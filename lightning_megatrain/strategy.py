@@ -10,6 +10,7 @@ from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -30,6 +31,7 @@ from lightning_megatrain.fence import Fence, who_looks_between_steps
 from lightning_megatrain.legality import (
     announce_copies,
     check_model,
+    check_still_legal,
     gradients_stay_untouched,
 )
 from lightning_megatrain.memory.host import parse_bytes
@@ -330,6 +332,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self._session is not None, "the strategy was not set up"
+        check_still_legal(self._module().trainer, self._updating().schedule, on_device=self._session.shares_update)
         self._session.follow_unfreezing(self._checkpoints.saver.wait)
         engine = self._running()
         self._updating().begin_step()
@@ -375,7 +378,9 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             self._updating().step(optimizer)
         return result
 
-    def _clip_by_norm(self, optimizer: Optimizer, limit: float) -> None:
+    def _clip_by_norm(self, optimizer: Optimizer | LightningOptimizer, limit: float) -> None:
+        if isinstance(optimizer, LightningOptimizer):  # as manual optimization has it
+            optimizer = optimizer.optimizer
         self._updating().clip_by_norm(optimizer, limit, untouched=self._gradients_untouched)
 
     @override

@@ -1,4 +1,4 @@
-"""A model that writes text while it is evaluated or trained."""
+"""Models that write: text while they are evaluated or trained, and to their weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -59,6 +59,26 @@ class Rewards(Writer):
         with torch.no_grad():
             text = self.write(batch)
         return super().training_step(text, batch_idx)
+
+
+class WritesWithin(zoo.Encoder):
+    """Writes to weights in its `training_step`, before any forward or when other units have run."""
+
+    def __init__(self, how: str, where: str, *, late: bool) -> None:
+        super().__init__(layers=3, log_norm=False, dropout=0.0)
+        self.how, self.where, self.late = how, where, late
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.late:
+            with torch.no_grad():
+                self.net.layers[0](self.embed(batch))
+        with torch.no_grad():
+            for parameter in self.get_submodule(self.where).parameters():
+                if self.how == "assigned":
+                    parameter.data = parameter.data * 0.9
+                else:
+                    parameter.mul_(0.9)
+        return super().training_step(batch, batch_idx)
 
 
 def assert_same_text(a: Writer, b: Writer) -> None:

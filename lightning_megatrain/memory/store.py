@@ -1,6 +1,6 @@
 """The host home of all weights: one store per model, the only code that knows how a master is kept."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -101,8 +101,8 @@ class Store:
         """Called before values that were assigned to parameters are taken over; may wait."""
         self.lent: dict[int, list[Tensor]] = {}
         """Groups whose host bytes are stale, because the true ones are on the device: their parameters' data there."""
-        self.recall: Callable[[], None] = lambda: None
-        """Brings lent groups home."""
+        self.recall: Callable[[Collection[int] | None], None] = lambda groups: None
+        """Brings lent groups home: all, or those of these that are."""
 
     @property
     def nbytes(self) -> int:
@@ -171,14 +171,17 @@ class Store:
         self.versions[group.index] += 1
         old.close()
 
-    def take_assigned(self) -> None:
+    def take_assigned(self, groups: Iterable[Group] | None = None) -> None:
         """Take over values that somebody gave parameters by assigning to ``parameter.data``, which is at rest.
+
+        Args:
+            groups: those to look at; None for all.
 
         Raises:
             ValueError: a value has another shape.
         """
         assigned: list[tuple[Group, int, Tensor]] = []
-        for group in self.groups:
+        for group in self.groups if groups is None else groups:
             for index, (parameter, view) in enumerate(zip(group.parameters, self.at_rest(group.index), strict=True)):
                 if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
                     if parameter.shape != view.shape:
@@ -190,7 +193,7 @@ class Store:
                     assigned.append((group, index, parameter.data))
         if not assigned:
             return
-        self.recall()
+        self.recall({group.index for group, _, _ in assigned})
         self.before_write()
         # Some may be other parameters' memory, which is about to be written (a swap).
         ours = {view.data_ptr() for home in self._homes for view in home.views}

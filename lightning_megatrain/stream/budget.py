@@ -29,7 +29,7 @@ class Budget:
     batch is larger than all before and will not fit even without, what others took is taken back.
 
     Args:
-        recompute: ``"always"`` keeps none, ``"never"`` all, ``"auto"`` as many as fit.
+        recompute: ``"always"`` keeps none, ``"never"`` all as long as they fit, ``"auto"`` as many as fit.
         memory: the device's; None where it is not known, then ``"auto"`` keeps none.
     """
 
@@ -131,9 +131,11 @@ class Budget:
         if index == 0:
             self._elements = next((t.numel() for t in tensors if t.is_floating_point()), 0)
             self._target = self._affordable()
-        keeps = self._recompute == "never" or (
-            self._recompute == "auto" and self._target > self._kept and index >= self._uses_before - self._target
-        )
+        if self._recompute == "never":
+            keeps = self._most is None or index >= self._uses_before - self._most
+        else:
+            last = self._target > self._kept and index >= self._uses_before - self._target
+            keeps = self._recompute == "auto" and last
         self._kept += keeps
         return keeps
 

@@ -3,7 +3,7 @@
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -166,17 +166,21 @@ class Engine:
         self._undo = []
         if self._saved is not None:
             self._saved.close()
-        self.store.recall = lambda: None  # with no way back to this engine, its device memory is free at once
+        self.store.recall = lambda groups: None  # with no way back to this engine, its device memory is free at once
 
     @property
     def held_groups(self) -> int:
         """Groups that the device holds, to be updated there."""
         return len(self.share.held) if self.share is not None else 0
 
-    def recall(self) -> None:
-        """Between steps: bring what the device holds home, so that the host's bytes are the true ones."""
+    def recall(self, groups: Collection[int] | None = None) -> None:
+        """Bring what the device holds home, so that the host's bytes are the true ones.
+
+        Args:
+            groups: units, in a step; None for everything, between steps.
+        """
         if self.share is not None:
-            self.share.recall()
+            self.share.recall(groups)
 
     def reset(self) -> None:
         """Forget all work under way, after an error or at the end: nothing stays bound, nothing stays in a slot."""
@@ -221,6 +225,7 @@ class Engine:
         self._trains = trains
         for unit in self.units:
             unit.pending = 0
+            unit.seen()
         for order in self._orders.values():
             order.begin()
         self._bring_residents(upload=not fresh)
@@ -229,6 +234,15 @@ class Engine:
         """Where the parameters' data are the host's: take over what somebody assigned to them."""
         if not (self._fetcher.in_step or self.residents.on_device or self.residents.lent or self._fetcher.bound_count):
             self.store.take_assigned()
+
+    def _see_written(self, unit: Unit) -> None:
+        """Within a step: take over what code outside of the unit wrote to its weights since it was used last."""
+        if unit.is_bound:
+            return
+        if unit.was_assigned():
+            self.store.take_assigned([unit.group])
+        elif unit.was_written():
+            self.store.versions[unit.group.index] += 1  # a slot may have what was there before
 
     def _need_residents(self) -> None:
         """Within a step, after :meth:`host_window`: take over what was written meanwhile, and go on."""
@@ -283,6 +297,8 @@ class Engine:
         finally:
             # Residents stay on the host until a module needs them: code that follows may write weights.
             self._fetcher.in_step = inside
+            for unit in self.units:
+                unit.seen()
 
     def begin_backward(self) -> None:
         """A backward whose gradients are wanted is about to run."""
@@ -328,6 +344,7 @@ class Engine:
         """What a unit's ``forward`` does while it is streamed: same arguments, same result."""
         if self._fetcher.in_step:
             self._need_residents()
+            self._see_written(unit)
         else:
             self._take_assigned()
         if not torch.is_grad_enabled():
@@ -377,6 +394,7 @@ class Engine:
         """
         unit = call.unit
         assert call.conditions is not None
+        self._see_written(unit)
         if call.version != self.store.versions[unit.group.index]:
             raise RuntimeError(
                 f"The weights of unit {unit.name!r} were updated between this forward and its backward, so the "
@@ -428,12 +446,15 @@ class Engine:
         unit.pending -= 1
         last = unit.pending <= 0
         present = [g is not None for g in gradients]
+        held = self.share is not None and unit.group.index in self.share.held
         if not any(present):
-            self.sink.landed(unit.group.index, [], present, last)
+            if not held:  # else what other uses made is known, and used when the backward is over
+                self.sink.landed(unit.group.index, [], present, last)
             return
         with self.streams.span("push", f"push {unit.name}"):
             packed = self._gradients.pack(unit.group, gradients)
-            if self.share is not None and unit.group.index in self.share.held:
+            if held:
+                assert self.share is not None
                 flat = self.share.collect(unit.group, packed, last)
                 norm = flat_norm(flat) if self.sink.wants_norms else None
                 self._made(unit.group, flat, present, last, norm)

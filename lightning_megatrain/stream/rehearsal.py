@@ -1,7 +1,7 @@
 """A step without weights: the engine runs on stand-ins, to learn what memory and time the device will take."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -334,7 +334,7 @@ class _EmptyStore(Store):
     def host_views(self, group: int) -> list[Tensor]:
         return self._views[group]
 
-    def take_assigned(self) -> None:
+    def take_assigned(self, groups: Iterable[Group] | None = None) -> None:
         return
 
     def write_wire(self, group: int, index: int, value: Tensor) -> None:

@@ -101,11 +101,12 @@ class Residents:
 
     def _write(self, group: Group, written: Sequence[int]) -> None:
         for index in written:
-            parameter = group.parameters[index]
-            if group.index in self._store.lent:
-                self._views[group.index][index].copy_(parameter.data)
-            else:
-                self._store.write_wire(group.index, index, parameter.data)
+            parameter, view = group.parameters[index], self._views[group.index][index]
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.data)
+                parameter.data = view
+            if group.index not in self._store.lent:
+                self._store.write_wire(group.index, index, view)
             self._versions[id(parameter)] = parameter._version
 
     def lend(self, module: nn.Module) -> None:

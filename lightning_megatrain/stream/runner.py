@@ -62,6 +62,9 @@ class Runner:
     ) -> Any:
         """A use that no backward follows."""
         call, inputs = Call.of(unit, args, kwargs)
+        before, buffers = Conditions.capture(unit, self._streams), {}
+        if any(before.training):
+            buffers = unit.buffers_before()
         found = None
         while found is None:
             run = partial(self._cut_without_gradients, call, inputs, expected)
@@ -70,6 +73,8 @@ class Runner:
             except CannotCutError:
                 if not self._slice_rows.leave_whole():
                     raise
+            if found is None:
+                before.rewind(self._streams, buffers)
         return found[0]
 
     def _cut_without_gradients(self, call: Call, inputs: Sequence[Tensor], expected: Sequence[int]) -> tuple[Any]:
@@ -111,8 +116,8 @@ class Runner:
                 "write the operation out of place, or choose other modules with MegaTrainStrategy(units=...)."
             )
         if unit.note_buffers(buffers):
-            assert buffers is not None
-            call.conditions.buffers = {key: copy for key, (_, _, copy) in buffers.items()}
+            copies = {key: copy for key, (_, _, copy) in buffers.items()}
+            call.conditions.buffers = {key: copy for key, copy in copies.items() if copy is not None}
         assert call.conditions.random_state is not None
         drawn = zip(call.conditions.random_state, self._streams.random_state(), strict=True)
         if all(torch.equal(before, after) for before, after in drawn):

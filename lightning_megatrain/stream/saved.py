@@ -85,7 +85,7 @@ class SavedInputs:
         self._host_limit = host_limit
         self._free: dict[int, list[_Buffer]] = {}
         self._under_way: deque[tuple[Copy, int]] = deque()
-        self._fetching: dict[int, Copy] = {}
+        self._fetching: list[Copy] = []
         self._seen: dict[int, weakref.ref[Tensor]] = {}
         self._static: int | None = None  # before anything is spent on speed
         self.nbytes = 0
@@ -97,7 +97,7 @@ class SavedInputs:
         while self._under_way:
             self._finish()
         # What was fetched for a backward that never came: its memory may go when the copies into it are done.
-        for copy in self._fetching.values():
+        for copy in self._fetching:
             self._streams.compute_after(copy.done)
         self._fetching.clear()
         if self._static is None and self._memory is not None:
@@ -159,7 +159,7 @@ class SavedInputs:
                 after = [self._streams.record(), one.pushed]  # what had the target's memory is done with it
                 with self._streams.span("fetch", "fetch input", target.nbytes):
                     one.fetched = self._streams.copy("fetch", target, one.host, after=after)
-                self._fetching[id(one)] = one.fetched
+                self._fetching.append(one.fetched)
 
     def get(self, saved: Sequence[SavedOnHost], tensors: Sequence[Tensor]) -> list[Tensor]:
         """All tensors of a use, in order: those that were saved on the host, and ``tensors``, the others."""
@@ -168,7 +168,8 @@ class SavedInputs:
         for one in saved:
             assert one.fetched is not None
             self._streams.compute_after(one.fetched.done)
-            self._fetching.pop(id(one), None)  # a new batch may have begun since it was fetched
+            # A new batch may have begun since it was fetched.
+            self._fetching = [copy for copy in self._fetching if copy is not one.fetched]
             back[one.position] = one.fetched.target
             one.buffer.read = one.fetched.done
             one.fetched = None

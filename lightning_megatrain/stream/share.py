@@ -1,7 +1,7 @@
 """Groups that live on the device for a while, weights, moments and all, and are updated there."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -268,10 +268,10 @@ class DeviceShare:
         self.recall()
         self._streams.detach(self._note)
 
-    def recall(self) -> None:
-        """Bring everything home: the host's bytes are the true ones, until the next :meth:`begin`."""
+    def recall(self, groups: Collection[int] | None = None) -> None:
+        """Bring groups home, or everything: the host's bytes are the true ones, until the next :meth:`begin`."""
         self.interrupt()
-        self._bring_home(list(self.held.values()))
+        self._bring_home([held for index, held in self.held.items() if groups is None or index in groups])
 
     def give_back(self) -> int:
         """In a step whose memory ran out: bring home units that are neither bound nor have gradients, for good.

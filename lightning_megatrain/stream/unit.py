@@ -29,7 +29,9 @@ class Unit:
         self.module = module
         self.forward: Callable[..., Any] = module.forward
         self.pending = 0  # uses in this step whose backward has not run
+        self.is_bound = False
         self._host_views = host_views
+        self._versions = self._parameter_versions()
         own = {id(p) for p in group.parameters}
         self.shared = [p for p in module.parameters() if id(p) not in own]  # resident: other modules use them too
         self._modules = list(module.modules())
@@ -43,12 +45,46 @@ class Unit:
 
     def bind(self, views: Sequence[Tensor]) -> None:
         """Put slot views in place of the parameters' data."""
+        self.seen()
+        self._put(views)
+        self.is_bound = True
+
+    def unbind(self) -> None:
+        """Put the host views back.
+
+        Raises:
+            RuntimeError: something wrote to the slot's instead, which are a copy.
+        """
+        was_bound, self.is_bound = self.is_bound, False
+        before, self._versions = self._versions, self._parameter_versions()
+        self._put(self._host_views())
+        if was_bound and before != self._versions:
+            index = next(i for i, (a, b) in enumerate(zip(before, self._versions, strict=True)) if a != b)
+            raise RuntimeError(
+                f"Parameter {self.group.layout.entries[index].name!r} was written to while unit {self.name!r} ran, "
+                "on a copy; write to it in on_train_batch_start, or choose other modules with "
+                "MegaTrainStrategy(units=...)."
+            )
+
+    def _put(self, views: Sequence[Tensor]) -> None:
         for parameter, view in zip(self.group.parameters, views, strict=True):
             parameter.data = view
 
-    def unbind(self) -> None:
-        """Put the host views back."""
-        self.bind(self._host_views())
+    def _parameter_versions(self) -> list[int]:
+        return [p._version for p in self.group.parameters]
+
+    def was_assigned(self) -> bool:
+        """Whether somebody has put other tensors in the place of the parameters' data, which is at rest."""
+        at_rest = zip(self.group.parameters, self._host_views(), strict=True)
+        return any(p.data_ptr() != view.data_ptr() or p.stride() != view.stride() for p, view in at_rest)
+
+    def was_written(self) -> bool:
+        """Whether parameters' values have changed in place since the unit was used last, or since :meth:`seen`."""
+        return self._versions != self._parameter_versions()
+
+    def seen(self) -> None:
+        """What was written until now is known: no slot has older values."""
+        self._versions = self._parameter_versions()
 
     def training_flags(self) -> tuple[bool, ...]:
         """``training`` of every module inside."""
@@ -77,23 +113,37 @@ class Unit:
             if buffer is not None
         }
 
-    def buffers_before(self) -> "BuffersBefore | None":
-        """The buffers and copies of them, for a unit whose forward may change some (running statistics, counters)."""
-        if self._buffers_change.get(self.training_flags()) is False:
-            return None
-        return {key: (buffer, buffer._version, buffer.clone()) for key, buffer in self.buffers().items()}
+    def buffers_before(self) -> "BuffersBefore":
+        """The buffers, and copies of those that a forward may change (running statistics, counters).
 
-    def note_buffers(self, before: "BuffersBefore | None") -> bool:
-        """After a forward: did it change a buffer? Remembers modes in which the unit never does."""
-        if before is None:
-            return False
-        now = self.buffers()
-        changed = now.keys() != before.keys() or any(
-            now[key] is not buffer or buffer._version != version for key, (buffer, version, _) in before.items()
-        )
-        flags = self.training_flags()
-        self._buffers_change[flags] = self._buffers_change.get(flags, False) or changed
-        return changed
+        Large ones are copied in the first forward of a mode, and later only where something changed in it.
+        """
+        may_change = self._buffers_change.get(self.training_flags(), True)
+        return {
+            key: (buffer, _version(buffer), buffer.clone() if may_change or buffer.nbytes <= _SMALL else None)
+            for key, buffer in self.buffers().items()
+        }
+
+    def note_buffers(self, before: "BuffersBefore") -> bool:
+        """After a forward: may it have changed a buffer?
+
+        Raises:
+            RuntimeError: it changed one of which there is no copy.
+        """
+        now, flags = self.buffers(), self.training_flags()
+        changed = [key for key, (buffer, version, _) in before.items() if _changed(now.get(key), buffer, version)]
+        for module, name in changed:
+            if before[module, name][2] is None:
+                raise RuntimeError(
+                    f"Unit {self.name!r} changes its buffer {name!r} in some steps and not in its first one, so its "
+                    "forward cannot be computed again; let it change in the first one too, or choose other modules "
+                    "with MegaTrainStrategy(units=...)."
+                )
+        if not changed and flags not in self._buffers_change:  # once, for it waits for the device: not all count
+            changed = [key for key, (buffer, _, copy) in before.items() if _differ(buffer, copy)]
+        found = bool(changed) or now.keys() != before.keys() or self._buffers_change.get(flags, False)
+        self._buffers_change[flags] = found
+        return found
 
     def put_buffers(self, buffers: dict[tuple[int, str], Tensor]) -> None:
         """Install buffer tensors, keyed as by :meth:`buffers`."""
@@ -112,8 +162,24 @@ def no_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-BuffersBefore = dict[tuple[int, str], tuple[Tensor, int, Tensor]]
-"""By position and name: the buffer, its version, and a copy."""
+BuffersBefore = dict[tuple[int, str], tuple[Tensor, int, Tensor | None]]
+"""By position and name: the buffer, its version, and a copy if it may change."""
+
+_SMALL = 2**20
+"""Bytes of a buffer that may be copied in every forward."""
+
+
+def _version(buffer: Tensor) -> int:
+    return 0 if buffer.is_inference() else buffer._version  # those made in a validation have none
+
+
+def _changed(now: Tensor | None, buffer: Tensor, version: int) -> bool:
+    return now is not buffer or _version(buffer) != version
+
+
+def _differ(buffer: Tensor, copy: Tensor | None) -> bool:
+    """Batch norm, for one, writes its statistics without counting a version."""
+    return copy is not None and not buffer.is_meta and not torch.equal(buffer, copy)
 
 
 def check_trainable(group: Group) -> None:
@@ -191,13 +257,14 @@ class Conditions:
             finally:
                 torch.set_default_dtype(default_dtype)
 
-    def rewind(self, streams: Streams, buffers: "BuffersBefore | None") -> None:
+    def rewind(self, streams: Streams, buffers: "BuffersBefore") -> None:
         """Undo what the forward that was about to run did to generators and, as they were before it, buffers."""
         assert self.random_state is not None
         streams.set_random_state(self.random_state)
         with torch.no_grad():  # all of them: batch norm writes its statistics without counting a version
-            for buffer, _, copy in (buffers or {}).values():
-                buffer.copy_(copy)
+            for buffer, _, copy in buffers.values():
+                if copy is not None:
+                    buffer.copy_(copy)
 
     def _apply(self, unit: Unit, streams: Streams, current: "Conditions") -> None:
         if self.random_state is not None and current.random_state is not None:

@@ -67,7 +67,7 @@ class HostGradients:
         self._apart = GradientArena(self._groups, self._dtype, pin=pin)
         self._slabs = SlabRing(SLABS, unit_numel, self._dtype, pin=pin)
         self._wide_slabs: SlabRing | None = None
-        self._slab: Tensor | None = None
+        self._slab: tuple[Tensor, SlabRing] | None = None  # for the next landing, and where it is given back
         # Which parameters had a gradient when this backward began, and which got one since.
         self._before: list[list[bool]] = [[False] * g.layout.trainable_count for g in self._groups]
         self._now: list[list[bool]] = [[False] * g.layout.trainable_count for g in self._groups]
@@ -135,8 +135,10 @@ class HostGradients:
         apart, first = self._sums_apart(group, last), not any(self._now[group])
         joins = not first or (any(self._before[group]) and not apart) or (self._converts and not apart)
         if joins or (used_at_once and last and not self._groups[group].resident):
-            self._slab = self._take_slab(group)
-            return self._slab[: self._groups[group].layout.trainable_numel]
+            ring = self._ring(group)
+            slab = self._take_slab(group, ring)
+            self._slab = slab, ring
+            return slab[: self._groups[group].layout.trainable_numel]
         return (self._apart if apart else self.arena).flat(group)
 
     def _ring(self, group: int) -> SlabRing:
@@ -147,8 +149,7 @@ class HostGradients:
             self._wide_slabs = SlabRing(1, widest, self._dtype, pin=self._pin)
         return self._wide_slabs
 
-    def _take_slab(self, group: int) -> Tensor:
-        ring = self._ring(group)
+    def _take_slab(self, group: int, ring: SlabRing) -> Tensor:
         if (slab := ring.take(timeout=0)) is not None:
             return slab
         with self._worker.span("wait", f"slab {self._groups[group].name}"):
@@ -189,7 +190,7 @@ class HostGradients:
         self, group: int, copies: Sequence[Landing], present: list[bool], last: bool, use: Use | None
     ) -> Callable[[], None]:
         """What the worker does with gradients that arrive, from what is known now."""
-        slab, self._slab = self._slab, None
+        (slab, ring), self._slab = self._slab or (None, self._slabs), None
         before, now = list(self._before[group]), list(self._now[group])
         together = [a or b for a, b in zip(now, present, strict=True)]
         apart = self._sums_apart(group, last)
@@ -208,7 +209,7 @@ class HostGradients:
             if use is not None:
                 use(self.arena.flat(group) if gradients is None else gradients, together)
             if slab is not None:
-                self._ring(group).give(slab)
+                ring.give(slab)
 
         return task
 
@@ -291,7 +292,8 @@ class HostGradients:
         """After an error elsewhere: forget the backward under way."""
         self._open.clear()
         if self._slab is not None:
-            self._slabs.give(self._slab)
+            slab, ring = self._slab
+            ring.give(slab)
             self._slab = None
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -166,6 +165,7 @@ class Updater:
     def before_backward(self) -> None:
         """A backward is about to run."""
         self.worker.require()
+        self._clip_pending()
         self._updated.clear()
         self._on_device.clear()
         if self.schedule == "in_backward":
@@ -174,6 +174,14 @@ class Updater:
             if any(p.grad is not None for p in group.parameters):
                 self._reclaim(group.index)
         self.gradients.begin(keep=self.schedule != "in_backward")
+
+    def _clip_pending(self) -> None:
+        """Gradients that were clipped and not used are about to be added to: round them now, as plain clipping does."""
+        for optimizer, scale in self._scales.items():
+            for parameter in self._parameters_of(optimizer):
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+        self._scales.clear()
 
     def _reclaim(self, group: int) -> None:
         """Wait for an update that still reads the group's gradients, before they are written."""
@@ -250,14 +258,25 @@ class Updater:
         found = self._on_device.pop(group)
         self._midway = True
         self._updated.add(group)
-        self._store.versions[group] += 1
-        with self._on_compute(self._store.groups[group]):
-            self._updates[0].update(
-                self._store.groups[group], self._settings, found.gradients, found.present, memory=found.memory
-            )
+        self._apply(self._store.groups[group], found, self._updates[0], self._settings, found.present)
 
-    def _on_compute(self, group: Group) -> AbstractContextManager[object]:
-        return self.worker.span("compute", f"update {group.name}", 4 * group.layout.trainable_numel)
+    def _apply(
+        self,
+        group: Group,
+        found: _OnDevice,
+        update: GroupUpdate,
+        settings: Settings,
+        present: Sequence[bool],
+        scale: float = 1.0,
+    ) -> None:
+        """Update a group whose gradients are on the device: there, or on the host if it has come home since."""
+        self._store.versions[group.index] += 1
+        if group.index in self._store.lent:
+            with self.worker.span("compute", f"update {group.name}", 4 * group.layout.trainable_numel):
+                update.update(group, settings, found.gradients, present, scale, found.memory)
+        else:
+            task = partial(self._update_now, update, group, settings, found.gradients.cpu(), present, scale)
+            self.worker.submit(group.index, task)
 
     def may_hold(self, group: Group) -> bool:
         """Whether a group can be updated on the device.
@@ -360,6 +379,7 @@ class Updater:
 
     def _is_finite(self, total: float, optimizer: Optimizer, norms: dict[str, float] | None = None) -> bool:
         if math.isfinite(total):
+            self._skips.discard(optimizer)
             return True
         if self._nonfinite == "skip":
             self._skips.add(optimizer)
@@ -383,6 +403,11 @@ class Updater:
             self.skipped_steps += 1
             optimizer._opt_called = True  # type: ignore[attr-defined]
             return
+        self._midway = True
+        self._run_step(optimizer)
+        self._midway = False
+
+    def _run_step(self, optimizer: Optimizer) -> None:
         if self.schedule == "blocking" and self._store.format is StoreFormat.FP32:
             groups = {self._home[p][0].index for p in self._parameters_of(optimizer)}
             for group in groups:
@@ -393,7 +418,9 @@ class Updater:
             for group in groups:
                 self._store.versions[group] += 1
             return
-        Optimizer.profile_hook_step(self._finish if self.schedule == "in_backward" else self._hand_over)(optimizer)
+        # With `in_backward` every group was updated when its gradients landed.
+        use = (lambda _: None) if self.schedule == "in_backward" else self._hand_over
+        Optimizer.profile_hook_step(use)(optimizer)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
         if self.schedule == "blocking":
             self.worker.wait()
@@ -431,9 +458,7 @@ class Updater:
         for index, found in self._on_device.items():
             group = self._store.groups[index]
             present = [here and p in settings for p, here in zip(group.parameters, found.present, strict=False)]
-            self._store.versions[index] += 1
-            with self._on_compute(group):
-                update.update(group, settings, found.gradients, present, scale, found.memory)
+            self._apply(group, found, update, settings, present, scale)
         self._on_device.clear()
 
     def _update_now(self, update: GroupUpdate, group: Group, *arguments: Any) -> None:
@@ -441,10 +466,6 @@ class Updater:
         self.before_update(group.index)
         with self.worker.span("update", f"update {group.name}", 4 * group.layout.trainable_numel):
             update.update(group, *arguments)
-
-    def _finish(self, optimizer: Optimizer) -> None:
-        """With ``in_backward`` every group was updated when its gradients landed; now the step is whole."""
-        self._midway = False
 
     def updated(self, group: int) -> bool:
         """Whether no update of ``group`` is under way, without waiting."""
@@ -469,7 +490,7 @@ class Updater:
     def finish_updates(self) -> None:
         """Block until no update is under way, and let errors of theirs be: the state is about to be replaced."""
         self.worker.finish()
-        self._store.recall()
+        self._store.recall(None)
 
     def come_home(self) -> None:
         """Block until no update is under way and the host's bytes are the true ones.
@@ -478,7 +499,7 @@ class Updater:
             BaseException: what the worker raised, once.
         """
         self.drain()
-        self._store.recall()
+        self._store.recall(None)
 
     # State
 
@@ -542,7 +563,7 @@ class Updater:
                 "The last step was left half-way, so weights and optimizer state do not belong together and are not "
                 "saved; go back to an earlier checkpoint with Trainer.fit(ckpt_path=...)."
             ) from self.worker.failed
-        self._store.recall()
+        self._store.recall(None)
 
     def reset(self) -> None:
         """After an error elsewhere: let the worker finish what it has and forget the backward under way."""

@@ -13,8 +13,9 @@ import torch
 import zoo
 from bf16_reference import StepReference
 from fitting import QUIET, MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, fit, loader
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from rss_probe import Stack
-from writing import UNITS, Rewards, Validated
+from writing import UNITS, Rewards, Validated, WritesWithin
 
 from lightning_megatrain.memory.arena import Arena
 from lightning_megatrain.memory.device import CudaMemory
@@ -273,6 +274,21 @@ def test_weights_that_stay_between_uses_change_no_bit(make: Any, monkeypatch: py
         assert kept >= UNITS
         assert_same_bits(plain, other)
         assert all(torch.equal(a, b) for a, b in zip(plain.written, other.written, strict=True))
+
+
+@pytest.mark.parametrize("how", ["assigned", "in place"])
+def test_what_a_step_writes_to_weights_counts(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where their fetch is under way already."""
+    make = partial(WritesWithin, how, "net.layers.1", late=True)
+    plain, _ = fit(make, SingleDeviceStrategy("cuda"), accelerator="gpu", deterministic="warn", max_steps=8)
+    ours = []
+    for seed in range(3):
+        with monkeypatch.context() as patch:
+            random_delays(patch, seed)
+            ours.append(run(make, update="blocking")[0])
+        assert_same_bits(ours[0], ours[-1])
+    expected = torch.stack(plain.losses).cpu()
+    assert torch.allclose(torch.stack(ours[0].losses).cpu(), expected, rtol=1e-3)
 
 
 def test_slices_of_the_sequence_are_close() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from fitting import MegaTrainStrategy
+from fitting import MegaTrainStrategy, fit
+from fitting import stock as single_device
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from matrix import BF16, EAGER, SMALL, Encoder, assert_like_stock, fitting, play, weights
 from torch import Tensor
@@ -116,3 +117,68 @@ def test_several_optimizers_train_in_bf16(together: bool, precision: str) -> Non
     owned = ("embed.", "head.", "net.layers.0.linear", "net.layers.1.")
     assert moved == {n for n, _ in outcome.module.named_parameters() if n.startswith(owned)}
     assert outcome.module.losses[-1] < outcome.module.losses[0]
+
+
+class ClippedByHand(zoo.Encoder):
+    """Clips by hand, and notes how far each step moves the weights: as far as the clipped gradients, at rate one.
+
+    Args:
+        raw: pass the optimizer itself to `clip_gradients`, not Lightning's wrapper.
+        every: clip each of so many backwards of a step.
+        bad: batches with a loss that is not a number.
+    """
+
+    def __init__(self, *, raw: bool = False, every: int = 1, bad: tuple[int, ...] = ()) -> None:
+        super().__init__(layers=2, log_norm=False, dropout=0.0, optimizer="sgd", lr=1.0)
+        self.automatic_optimization = False
+        self.raw, self.every, self.bad = raw, every, bad
+        self.moved: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        before = [p.detach().float().clone() for p in self.parameters()]
+        for part in batch.chunk(self.every):
+            self.manual_backward(self.loss(part) * (float("nan") if batch_idx in self.bad else 1.0))
+            self.clip_gradients(optimizer.optimizer if self.raw else optimizer, gradient_clip_val=0.5)
+        optimizer.step()
+        moved = [(p.detach().float() - b).norm() for p, b in zip(self.parameters(), before, strict=True)]
+        self.moved.append(float(torch.stack(moved).norm()))
+
+
+@pytest.mark.parametrize("precision", ["32-true", *BF16])
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+def test_clipping_by_hand(every: int, raw: bool, precision: str) -> None:
+    make = partial(ClippedByHand, raw=raw, every=every)
+    stock, _ = fit(make, single_device(), max_steps=3)
+    ours, _ = fit(make, MegaTrainStrategy(), precision=precision, max_steps=3)
+    assert stock.moved[0] == pytest.approx(0.5, rel=1e-3)
+    assert ours.moved == pytest.approx(stock.moved, rel=1e-6 if precision == "32-true" else 0.05)
+
+
+@pytest.mark.parametrize("precision", ["32-true", *BF16])
+def test_a_step_by_hand_that_is_not_finite_is_skipped(precision: str) -> None:
+    make = partial(ClippedByHand, bad=(1,))
+    ours, trainer = fit(make, MegaTrainStrategy(nonfinite="skip"), precision=precision, max_steps=3)
+    assert [moved > 0 for moved in ours.moved] == [True, False, True]
+    assert trainer.strategy.skipped_steps == 1
+
+
+class StepsOverBad(ClippedByHand):
+    """Makes no step with bad gradients, and so none is left to be skipped."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch) * (float("nan") if batch_idx in self.bad else 1.0))
+        self.clip_gradients(optimizer, gradient_clip_val=0.5)
+        if batch_idx not in self.bad:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_bad_step_that_is_not_made_skips_no_other(precision: str) -> None:
+    steps = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 3}
+    _, trainer = fit(partial(StepsOverBad, bad=(1,)), MegaTrainStrategy(nonfinite="skip"), precision=precision, **steps)
+    assert trainer.strategy.skipped_steps == 0

@@ -8,11 +8,15 @@ import lightning as L
 import pytest
 import torch
 import zoo
-from fitting import QUIET, MegaTrainStrategy, fit, loader
+from devices import Room
+from fitting import QUIET, MegaTrainStrategy, assert_same_bits, fit, loader, stock
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+
+import lightning_megatrain.session
 
 
 def refused(
@@ -224,3 +228,50 @@ def test_registered_once_and_by_name() -> None:
     assert "megatrain" in StrategyRegistry
     trainer = L.Trainer(strategy="megatrain", accelerator="cpu", **QUIET)
     assert type(trainer.strategy).__name__ == "MegaTrainStrategy"
+
+
+class Later(L.Callback):
+    """Asks the trainer for something in the middle of the fit."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            for name, value in self.settings.items():
+                setattr(trainer, name, value)
+
+
+EPOCHS: dict[str, Any] = {"max_epochs": 3, "max_steps": -1, "samples": 20}
+make_still = partial(zoo.Encoder, layers=2, log_norm=False, dropout=0.0)
+
+
+@pytest.mark.parametrize("settings", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
+@pytest.mark.parametrize("update", ["blocking", "next_forward", "in_backward"])
+def test_what_the_trainer_is_asked_for_in_the_middle_is_done_or_refused(update: str, settings: dict[str, Any]) -> None:
+    if update == "in_backward":
+        with pytest.raises(
+            MisconfigurationException, match=r"became .* during fit.* set MegaTrainStrategy\(update='bl"
+        ):
+            fit(make_still, MegaTrainStrategy(update=update), callbacks=[Later(**settings)], **EPOCHS)
+        return
+    a, _ = fit(make_still, stock(), callbacks=[Later(**settings)], **EPOCHS)
+    b, _ = fit(make_still, MegaTrainStrategy(update=update), callbacks=[Later(**settings)], **EPOCHS)
+    assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"accumulate_grad_batches": 2},
+        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": GradClipAlgorithmType.VALUE},
+    ],
+)
+def test_where_the_device_may_update_what_it_cannot_do_is_refused(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lightning_megatrain.session, "device_memory", lambda *_: Room())
+    strategy = partial(MegaTrainStrategy, update="blocking")
+    with pytest.raises(MisconfigurationException, match=r"during fit.* set MegaTrainStrategy\(device_update='never'\)"):
+        fit(make_still, strategy(), precision="bf16-mixed", callbacks=[Later(**settings)], **EPOCHS)
+    fit(make_still, strategy(device_update="never"), precision="bf16-mixed", callbacks=[Later(**settings)], **EPOCHS)

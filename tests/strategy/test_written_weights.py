@@ -10,6 +10,7 @@ import torch
 import zoo
 from fitting import QUIET, MegaTrainStrategy, assert_same_bits, fit, loader, stock
 from torch import Tensor, nn
+from writing import WritesWithin
 
 from lightning_megatrain.stream.engine import Engine
 from lightning_megatrain.update.updater import Updater
@@ -203,6 +204,130 @@ def test_within_an_automatic_step_with_updates_done_before_it_ends(
     monkeypatch.setattr(Engine, "end_step", late)
     b, _ = fit(Renormed, MegaTrainStrategy(update=update), max_steps=6)
     assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("update", ["blocking", "in_backward"])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("where", ["net.layers.1", "head"])
+@pytest.mark.parametrize("how", ["assigned", "in place"])
+def test_within_a_step_before_the_weights_are_used(how: str, where: str, late: bool, update: str) -> None:
+    make = partial(WritesWithin, how, where, late=late)
+    a, _ = fit(make, stock(), max_steps=4)
+    b, _ = fit(make, MegaTrainStrategy(update=update), max_steps=4)
+    assert_same_bits(a, b)
+
+
+class Momentum(zoo.Encoder):
+    """A teacher that follows its pupil, moved by assignment or in place before it is used, or after."""
+
+    def __init__(self, how: str, *, late: bool) -> None:
+        super().__init__(layers=3, log_norm=False, dropout=0.0)
+        self.teacher = zoo.Encoder(layers=3, log_norm=False, dropout=0.0).requires_grad_(False)
+        self.how, self.late = how, late
+
+    def move(self) -> None:
+        with torch.no_grad():
+            for kept, new in zip(self.teacher.net.parameters(), self.net.parameters(), strict=True):
+                if self.how == "assigned":
+                    kept.data = kept.data * 0.9 + new.data * 0.1
+                else:
+                    kept.mul_(0.9).add_(new, alpha=0.1)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        if not self.late:
+            self.move()
+        with torch.no_grad():
+            aim = self.teacher.head(self.teacher.net(self.teacher.embed(batch)))
+        found = self.head(self.net(self.embed(batch)))
+        if self.late:
+            self.move()
+        return (found - aim).square().mean() + zoo.token_loss(found, batch)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("how", ["assigned", "in place"])
+def test_a_teacher_that_follows_within_the_step(how: str, late: bool) -> None:
+    make = partial(Momentum, how, late=late)
+    a, _ = fit(make, stock(), max_steps=5)
+    b, _ = fit(make, MegaTrainStrategy(update="blocking"), max_steps=5)
+    assert_same_bits(a, b)
+
+
+class WrittenBetween(zoo.Encoder):
+    """Writes to a unit's weights after its forward and before its backward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(layers=2, log_norm=False, dropout=0.0)
+        self.how = how
+
+    def loss(self, batch: Tensor) -> Tensor:
+        loss = super().loss(batch)
+        weight = self.net.layers[0].linear1.weight
+        with torch.no_grad():
+            if self.how == "assigned":
+                weight.data = weight.data * 0.9
+            else:
+                weight.mul_(0.9)
+        return loss
+
+
+class WrittenInside(nn.Module):
+    """A unit that clips its own weight when it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.inner.weight.clamp_(-0.1, 0.1)
+        return x + self.inner(x)
+
+
+class ClipsInside(zoo.Zoo):
+    def __init__(self) -> None:
+        super().__init__(log_norm=False)
+        self.embed, self.head = nn.Embedding(zoo.VOCAB, 32), nn.Linear(32, zoo.VOCAB)
+        self.blocks = nn.Sequential(WrittenInside(), WrittenInside())
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return zoo.token_loss(self.head(self.blocks(self.embed(batch))), batch)
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_what_cannot_count_is_refused(recompute: str) -> None:
+    for how in ("assigned", "in place"):
+        with pytest.raises(RuntimeError, match=r"'net\.layers\.0' were updated between this forward and its backward"):
+            fit(partial(WrittenBetween, how), MegaTrainStrategy(recompute=recompute), max_steps=2)
+    with pytest.raises(RuntimeError, match=r"'blocks\.0\.inner\.weight' was written to while unit .* ran"):
+        fit(ClipsInside, MegaTrainStrategy(recompute=recompute, units=["WrittenInside"]), max_steps=2)
+
+
+class AssignsInValidation(zoo.Encoder):
+    """Assigns to weights in its validation: what follows, there and later, has the new ones."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(layers=2, log_norm=False, dropout=0.0)
+        self.where = where
+        self.seen: list[Tensor] = []
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 1:
+            for parameter in self.get_submodule(self.where).parameters():
+                parameter.data = parameter.data * 0.5
+        self.seen.append(self.loss(batch))
+
+    def val_dataloader(self) -> Any:
+        return loader(16)
+
+
+@pytest.mark.parametrize("where", ["net.layers.1", "head", "embed"])
+def test_within_a_validation(where: str) -> None:
+    make, settings = partial(AssignsInValidation, where), {"max_steps": 4, "val_check_interval": 2}
+    a, _ = fit(make, stock(), **settings)
+    b, _ = fit(make, MegaTrainStrategy(), **settings)
+    assert_same_bits(a, b)
+    assert torch.equal(torch.stack(a.seen), torch.stack(b.seen))
 
 
 class WrittenLate(zoo.Encoder):

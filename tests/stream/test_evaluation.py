@@ -8,31 +8,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from devices import Room
 from fitting import QUIET, MegaTrainStrategy, assert_same_bits, fit, loader, stock
 from writing import TOKENS, UNITS, Rewards, Validated, Writer, assert_same_text
 
 import lightning_megatrain.session
-from lightning_megatrain.memory.device import SPENDABLE, DeviceMemory
+from lightning_megatrain.memory.device import SPENDABLE
 from lightning_megatrain.stream.budget import Budget
 from lightning_megatrain.stream.fetcher import Fetcher
-
-
-class Room(DeviceMemory):
-    """A device in which so many bytes are left."""
-
-    def __init__(self, left: int) -> None:
-        self.taken = 100_000
-        self.limit = int((self.taken + left) / SPENDABLE) + 1
-
-    def allocated(self) -> int:
-        return 0
-
-    def peak(self) -> int:
-        return self.taken
-
-    def reset_peak(self) -> None:
-        return
-
 
 UNIT_BYTES = 4 * (32 * 32 + 3 * 128)
 """Each parameter begins at a multiple of 512 bytes."""
@@ -52,10 +35,15 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     return found
 
 
+def with_left(nbytes: int, most: int = 100_000) -> Room:
+    """A device in which so many bytes were never taken."""
+    return Room(int((most + nbytes) / SPENDABLE) + 1, taken=0, most=most)
+
+
 def room(monkeypatch: pytest.MonkeyPatch, units: float) -> None:
     """Half of the room is for so many units."""
     left = int(2 * units * UNIT_BYTES)
-    monkeypatch.setattr(lightning_megatrain.session, "device_memory", lambda *_: Room(left))
+    monkeypatch.setattr(lightning_megatrain.session, "device_memory", lambda *_: with_left(left))
 
 
 def evaluate(make: Callable[[], Writer], strategy: Any, what: str = "validate", batches: int = 3) -> Writer:
@@ -199,10 +187,10 @@ def test_a_slot_for_which_there_is_no_memory(
 
 
 def test_of_the_memory_that_is_left_half_is_lent() -> None:
-    memory = Room(1000)
+    memory = with_left(1000)
     budget = Budget("auto", memory)
     assert [budget.borrow(100) for _ in range(7)] == [True] * 5 + [False] * 2
     budget.returned()
-    memory.taken += 500  # a larger batch's, by now
+    memory.most += 500  # a larger batch's, by now
     assert [budget.borrow(100) for _ in range(4)] == [True] * 2 + [False] * 2
     assert not Budget("auto", None).borrow(1)

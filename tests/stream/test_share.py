@@ -9,12 +9,13 @@ import lightning as L
 import pytest
 import torch
 import zoo
+from devices import Room
 from fitting import QUIET, MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, fit, loader, stock
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import lightning_megatrain.session
-from lightning_megatrain.memory.device import DeviceMemory
 from lightning_megatrain.stream import share, staging
 from lightning_megatrain.stream.budget import Budget
 from lightning_megatrain.stream.share import DeviceShare
@@ -24,23 +25,11 @@ from lightning_megatrain.update.optimizers import AdamUpdate
 SCHEDULES = ["blocking", "next_forward", "in_backward"]
 
 
-class Roomy(DeviceMemory):
-    limit = 10**12
-
-    def allocated(self) -> int:
-        return 10**6
-
-    def reset_peak(self) -> None: ...
-
-    def peak(self) -> int:
-        return 10**7
-
-
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Every update is waited for and there is room: by the fourth step `part` of the host's updates move."""
     seen: dict[str, Any] = {"part": 1.0, "held": set(), "recalled": 0}
-    monkeypatch.setattr(lightning_megatrain.session, "device_memory", lambda *_: Roomy())
+    monkeypatch.setattr(lightning_megatrain.session, "device_memory", lambda *_: Room())
     monkeypatch.setattr(DeviceShare, "_last_step", lambda self: (1.0, seen["part"] / 1.15, 1.0))
     take, recall = DeviceShare._take, DeviceShare.recall
 
@@ -48,9 +37,9 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         take(self, group, staging)
         seen["held"].add(group.name)
 
-    def counted(self: DeviceShare) -> None:
+    def counted(self: DeviceShare, groups: Any = None) -> None:
         seen["recalled"] += bool(self.held)
-        recall(self)
+        recall(self, groups)
 
     monkeypatch.setattr(DeviceShare, "_take", noted)
     monkeypatch.setattr(DeviceShare, "recall", counted)
@@ -262,6 +251,111 @@ class StopsGradients(zoo.Zoo):
         return zoo.token_loss(self.head(x), batch)
 
 
+class Teaches(zoo.Encoder):
+    """Learns from a teacher whose units it assigns to after their use, late in the run."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=3, log_norm=False, dropout=0.0)
+        self.teacher = zoo.Encoder(layers=3, log_norm=False, dropout=0.0).requires_grad_(False)
+        self.steps = 0
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.steps += 1
+        with torch.no_grad():
+            aim = self.teacher.head(self.teacher.net(self.teacher.embed(batch)))
+        found = self.head(self.net(self.embed(batch)))
+        if self.steps > 5:
+            for parameter in self.teacher.net.parameters():
+                parameter.data = parameter.data * 0.99
+        return (found.float() - aim.float()).square().mean() + zoo.token_loss(found, batch)
+
+
+@pytest.mark.parametrize("update", SCHEDULES)
+def test_an_assignment_to_others_within_a_step_loses_no_update(update: str, shared: dict[str, Any]) -> None:
+    both(Teaches, shared, update=update, max_steps=8)
+
+
+class MovedInBackward(zoo.Encoder):
+    """Assigns to weights of a unit in the backward, when its gradients are there."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=3, log_norm=False, dropout=0.0)
+        self.steps = 0
+        self.embed.register_forward_hook(lambda *args: args[2].register_hook(self.move) and None)
+
+    def move(self, gradient: Tensor) -> None:
+        self.steps += 1
+        if self.steps > 5:
+            weight = self.net.layers[1].linear2.weight
+            weight.data = weight.data * 0.9
+
+
+@pytest.mark.parametrize("update", ["blocking", "next_forward"])
+def test_a_group_that_goes_home_with_its_gradients_is_updated_there(update: str, shared: dict[str, Any]) -> None:
+    both(MovedInBackward, shared, update=update, max_steps=8)
+
+
+class UsedTwice(zoo.Zoo):
+    """Uses its units twice, but for one of the two uses in later steps."""
+
+    def __init__(self, skipped: int) -> None:
+        super().__init__(log_norm=False)
+        self.embed, self.head = nn.Embedding(zoo.VOCAB, 32), nn.Linear(32, zoo.VOCAB)
+        self.blocks = nn.ModuleList(MayBeSkipped() for _ in range(3))
+        self.skipped, self.steps = skipped, 0
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.steps += 1
+        x = self.embed(batch)
+        for turn in range(2):
+            for block in self.blocks:
+                x = block(x, skip=turn == self.skipped and self.steps > 5)
+        return zoo.token_loss(self.head(x), batch)
+
+
+class MayBeSkipped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, skip: bool) -> Tensor:
+        return x * 1.0 if skip else x + torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize("update", SCHEDULES)
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_a_use_without_a_gradient(skipped: int, update: str, shared: dict[str, Any]) -> None:
+    both(partial(UsedTwice, skipped), shared, update=update, max_steps=9)
+
+
+@pytest.mark.parametrize("update", SCHEDULES)
+def test_a_step_that_fails_on_the_device_is_not_saved(
+    update: str, tmp_path: Path, shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, runs = AdamUpdate._run, []
+
+    def failing(self: AdamUpdate, *arguments: Any) -> None:
+        if arguments[-1] is not None:  # on the device
+            runs.append(1)
+            if len(runs) == 6:
+                raise torch.OutOfMemoryError("planted")
+        run(self, *arguments)
+
+    monkeypatch.setattr(AdamUpdate, "_run", failing)
+    rescue = OnExceptionCheckpoint(tmp_path)
+    with pytest.raises(RuntimeError, match="left half-way") as error:
+        fit(
+            partial(zoo.Encoder, layers=3, log_norm=False),
+            MegaTrainStrategy(update=update),
+            precision="bf16-mixed",
+            callbacks=[rescue],
+            enable_checkpointing=True,
+        )
+    assert isinstance(error.value.__context__, torch.OutOfMemoryError)
+    assert len(runs) == 6
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("update", SCHEDULES)
 def test_weights_stay_until_the_backward_is_over(update: str, shared: dict[str, Any]) -> None:
     both(StopsGradients, shared, update=update)
@@ -345,7 +439,7 @@ def test_nothing_moves_where_somebody_may_look(
 
 
 def test_no_more_is_taken_than_there_is_room_for(shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Roomy, "limit", int(10**7 / 0.92) + 5 * 10**5)
+    monkeypatch.setattr(Room, "limit", int(10**7 / 0.92) + 5 * 10**5)
     taken = []
     grow = DeviceShare._grow
 
@@ -503,7 +597,7 @@ def test_groups_go_home_before_a_batch_that_would_not_fit_beside_them(
     returned = []
     give_back = DeviceShare.give_back
     monkeypatch.setattr(DeviceShare, "give_back", lambda self: (returned.append(give_back(self)), returned[-1])[1])
-    monkeypatch.setattr(Roomy, "limit", int(3e7))  # a batch takes 1e7, nearly all of it its own
+    monkeypatch.setattr(Room, "limit", int(3e7))  # a batch takes 1e7, nearly all of it its own
     both(Growing, shared, update=update, max_steps=10)
     assert len(returned) == 1
     assert returned[0] > 0
@@ -545,7 +639,7 @@ def test_what_is_done_between_steps_does_not_make_them_slower(
 @pytest.mark.parametrize(("seconds", "moves"), [(0.01, True), (0.0, False)])
 def test_waiting_is_measured(seconds: float, moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates that take long behind a forward that does not; nothing moves where the update takes no time."""
-    monkeypatch.setattr(lightning_megatrain.session, "device_memory", lambda *_: Roomy())
+    monkeypatch.setattr(lightning_megatrain.session, "device_memory", lambda *_: Room())
     monkeypatch.setattr(share, "WORTH", 0.3)
     update = AdamUpdate.update
 
