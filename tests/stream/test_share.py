@@ -328,6 +328,18 @@ def test_a_use_without_a_gradient(skipped: int, update: str, shared: dict[str, A
     both(partial(UsedTwice, skipped), shared, update=update, max_steps=9)
 
 
+class Rescue(OnExceptionCheckpoint):
+    """Notes why it could not save, so that the trainer goes on to tear down."""
+
+    refused = ""
+
+    def on_exception(self, *arguments: Any) -> None:
+        try:
+            super().on_exception(*arguments)
+        except RuntimeError as error:
+            self.refused = str(error)
+
+
 @pytest.mark.parametrize("update", SCHEDULES)
 def test_a_step_that_fails_on_the_device_is_not_saved(
     update: str, tmp_path: Path, shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -342,8 +354,8 @@ def test_a_step_that_fails_on_the_device_is_not_saved(
         run(self, *arguments)
 
     monkeypatch.setattr(AdamUpdate, "_run", failing)
-    rescue = OnExceptionCheckpoint(tmp_path)
-    with pytest.raises(RuntimeError, match="left half-way") as error:
+    rescue = Rescue(tmp_path)
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
         fit(
             partial(zoo.Encoder, layers=3, log_norm=False),
             MegaTrainStrategy(update=update),
@@ -351,7 +363,7 @@ def test_a_step_that_fails_on_the_device_is_not_saved(
             callbacks=[rescue],
             enable_checkpointing=True,
         )
-    assert isinstance(error.value.__context__, torch.OutOfMemoryError)
+    assert "left half-way" in rescue.refused
     assert len(runs) == 6
     assert not list(tmp_path.iterdir())
 
