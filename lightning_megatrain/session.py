@@ -92,6 +92,7 @@ class Session:
         self._precision = precision
         self._device = device
         self._format = precision.store_format
+        self._accumulates = optimizers is not None and accumulates(trainer)
         self.schedule: Schedule = "blocking"
         self.schedule_reason: str | None = None
         self.threads: ThreadPlan | None = None
@@ -168,6 +169,7 @@ class Session:
             slots=min(self._settings.prefetch + 1, len(self._modules)),
             gradient_buffers=GRADIENT_BUFFERS,
             slabs=SLABS,
+            accumulates=self._accumulates,
         )
 
     def _choose_sum_dtype(self, trainer: Trainer, groups: Sequence[Group], free: int) -> torch.dtype | None:

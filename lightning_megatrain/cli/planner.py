@@ -54,6 +54,10 @@ SUSTAINED = 0.9
 """Part of the update's rate on a gigabyte that is left on a whole model: 81 to 102 GB/s of 97 to 131 beside an H200."""
 
 
+SUMS_WIDE = hasattr(Tensor, "grad_dtype")
+"""Whether this torch takes fp32 gradients of bf16 parameters, which a training asks too."""
+
+
 class Planner:
     """One configuration, its model on the meta device."""
 
@@ -120,15 +124,17 @@ class Planner:
             link = None if gpu.link_gb_per_s is None else gpu.link_gb_per_s * 1e9
         if link is not None and host.pcie_gb_per_s is not None:
             link = min(link, host.pcie_gb_per_s * 1e9)
-        return Machine(self.host_memory, dram, link, rate)
+        device = None if gpu.memory_gb_per_s is None else gpu.memory_gb_per_s * 1e9
+        return Machine(self.host_memory, dram, link, rate, device)
 
     @cached_property
     def host_memory(self) -> int:
-        """Host bytes that may be used."""
+        """Host bytes that may be used: what the strategy is set to, but no more than a host that is named leaves."""
         limit, installed = self.cfg.strategy.host_memory, self.cfg.host.memory
-        if limit != "auto":
-            return parse_bytes(limit)
-        return available_host_bytes() if installed is None else parse_bytes(installed) - SYSTEM_BYTES
+        if installed is None:
+            return available_host_bytes() if limit == "auto" else parse_bytes(limit)
+        left = parse_bytes(installed) - SYSTEM_BYTES
+        return left if limit == "auto" else min(parse_bytes(limit), left)
 
     @staticmethod
     def _update_bandwidth() -> float:
@@ -344,7 +350,13 @@ class Planner:
         """The strategy's own plan with other settings."""
         wanted = self.strategy["accumulate_dtype"]
         summed = self.batches > 1 and store_format is not StoreFormat.FP32 and schedule != "in_backward"
-        if summed and wanted != "bfloat16":
+        able = SUMS_WIDE or self.cfg.host.memory is not None  # another machine's torch is not known
+        if summed and wanted == "float32" and not able:
+            raise UserError(
+                f"strategy.accumulate_dtype=float32 needs Tensor.grad_dtype, which torch {torch.__version__} does not "
+                "have; set strategy.accumulate_dtype=bfloat16, or use a newer torch."
+            )
+        if summed and able and wanted != "bfloat16":
             wide = self._bytes_with(schedule, store_format, moments_dtype, gradient_bytes=4)
             if wanted == "float32" or wide.host_bytes <= self.host_memory:
                 return wide
@@ -363,6 +375,7 @@ class Planner:
             slots=min(self.strategy["prefetch"] + 1, self.units),
             gradient_buffers=GRADIENT_BUFFERS,
             slabs=SLABS,
+            accumulates=self.batches > 1,
         )
 
     def remedy(self, schedule: Schedule) -> str:
@@ -449,7 +462,8 @@ class Planner:
         """Everything that is printed."""
         schedule, why = self.schedule()
         planned = self._as_set(schedule)
-        work = on_device(self._work(kept=self.kept_graphs[0]), self.device_update[0])
+        asked_for = self._work(kept=self.kept_graphs[0])
+        work = on_device(asked_for, self.device_update[0])
         predicted = forecast(work, self.machine, schedule, self.measured)
         host = {**planned.host, "activations": self.saved_on_host}
         host_bytes = sum(host.values())
@@ -492,7 +506,7 @@ class Planner:
             **{f"{k}_s" if k != "binds" else k: v for k, v in dataclasses.asdict(predicted).items()},
             "tokens_per_s": self.tokens / predicted.step,
             "model_tflops": work.model_flops / predicted.step / 1e12,
-            "tokens_to_hide": tokens_to_hide(work, self.machine, schedule),
+            "tokens_to_hide": tokens_to_hide(asked_for, self.machine, schedule),
             **self._money(work, predicted, planned),
         }
 

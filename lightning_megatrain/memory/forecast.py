@@ -23,12 +23,14 @@ class Machine:
         dram_bytes_per_s: host memory traffic that all cores together sustain.
         link_bytes_per_s: between host and device, in each direction at once; None where the host itself computes.
         flops_per_s: arithmetic that training sustains, recompute counted.
+        device_bytes_per_s: memory traffic of the device; None where it is not known, and its updates count as nothing.
     """
 
     host_bytes: int
     dram_bytes_per_s: float
     link_bytes_per_s: float | None
     flops_per_s: float
+    device_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Work:
         last_bytes: of ``pushed_bytes``, those of the parameters whose gradients come last, which are needed first: the
             embedding's. Where the update runs in the backward, nothing hides theirs.
         saved_bytes: inputs of units that wait on the host, pushed in a batch's forward and fetched in its backward.
+        device_update_bytes: device memory traffic of the updates that are made there.
     """
 
     tokens: int
@@ -57,6 +60,7 @@ class Work:
     update_bytes: int
     last_bytes: int = 0
     saved_bytes: int = 0
+    device_update_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Forecast:
 
     Attributes:
         fetch: weights to the device, forward and backward, and saved inputs.
-        compute: arithmetic, recompute included.
+        compute: arithmetic, recompute included, and updates on the device.
         push: gradients to the host, and saved inputs.
         update: the host optimizer.
         step: the whole step.
@@ -134,6 +138,7 @@ def on_device(work: Work, part: float) -> Work:
         pushed_bytes=int(work.pushed_bytes * host),
         update_bytes=int(work.update_bytes * host),
         last_bytes=0 if part else work.last_bytes,
+        device_update_bytes=int(work.update_bytes * part),
     )
 
 
@@ -143,7 +148,7 @@ def forecast(work: Work, machine: Machine, schedule: Schedule, measured: tuple[f
     A pass over the model takes as long as the slowest of what runs in it: in the forward fetch, compute and the push of
     saved inputs, with ``next_forward`` also the update of the step before; in the backward fetch, compute (a forward
     again, and twice as much for the gradients) and push, with ``in_backward`` also the update, after which the
-    embedding's is left. ``blocking`` adds the update to both.
+    embedding's is left. ``blocking`` adds the update to both. What the device updates is computed in the same pass.
 
     Args:
         work: the step.
@@ -162,21 +167,23 @@ def forecast(work: Work, machine: Machine, schedule: Schedule, measured: tuple[f
     saved = work.saved_bytes / link if link else 0.0
     forward = {"fetch": fetch, "compute": computes[0], "push": saved}
     backward = {"fetch": fetch + saved, "compute": computes[1], "push": push}
+    own = work.device_update_bytes / machine.device_bytes_per_s if machine.device_bytes_per_s else 0.0
     passes = [forward, backward] * work.batches
     if schedule == "next_forward":
-        passes = [{**forward, "update": update}, *passes[1:]]
+        passes = [{**forward, "compute": computes[0] + own, "update": update}, *passes[1:]]
     elif schedule == "in_backward":
         share = work.last_bytes / max(1, work.pushed_bytes)
-        passes = [*passes[:-1], {**backward, "update": update}, {"update": share * (update + push)}]
+        last = {**backward, "compute": computes[1] + own, "update": update}
+        passes = [*passes[:-1], last, {"update": share * (update + push)}]
     else:
-        passes = [*passes, {"update": update}]
+        passes = [*passes, {"compute": own, "update": update}]
     waits: dict[str, float] = {}
     for one in passes:
         slowest = max(one, key=lambda what: one[what])
         waits[slowest] = waits.get(slowest, 0.0) + one[slowest]
     return Forecast(
         fetch=(forward["fetch"] + backward["fetch"]) * work.batches,
-        compute=(forward["compute"] + backward["compute"]) * work.batches,
+        compute=(forward["compute"] + backward["compute"]) * work.batches + own,
         push=(forward["push"] + backward["push"]) * work.batches,
         update=update,
         step=sum(waits.values()),

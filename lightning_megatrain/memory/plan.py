@@ -98,6 +98,7 @@ def make_plan(
     slots: int,
     gradient_buffers: int,
     slabs: int,
+    accumulates: bool = False,
 ) -> Plan:
     """Count the bytes of a run.
 
@@ -111,6 +112,7 @@ def make_plan(
         slots: device slots.
         gradient_buffers: device gradient buffers.
         slabs: host slabs.
+        accumulates: gradients of several batches are summed, those of resident groups by way of a slab of their own.
     """
     wire = store_format.wire_dtype.itemsize
     units = [g.layout for g in groups if not g.resident]
@@ -119,11 +121,12 @@ def make_plan(
     unit_gradient = max((u.trainable_numel for u in units), default=0)
     trainable = sum(g.layout.trainable_numel for g in groups)
     resident_trainable = sum(r.trainable_numel for r in residents)
+    wide_slab = max((r.trainable_numel for r in residents), default=0) if accumulates else 0
     host = {
         "weights": sum(g.layout.numel for g in groups) * store_format.weight_bytes,
         "moments": trainable * moment_bytes if training else 0,
         "gradients": (trainable if gradients_coexist else resident_trainable) * (gradient_bytes or wire) * training,
-        "slabs": slabs * unit_gradient * wire if training else 0,
+        "slabs": (slabs * unit_gradient + wide_slab) * wire if training else 0,
     }
     device = {
         "resident weights": sum(r.numel for r in residents) * wire,

@@ -7,10 +7,13 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
+from lightning_megatrain.cli import planner
 from lightning_megatrain.cli.app import config_dir
 from lightning_megatrain.cli.main import main
 
 H200 = ("gpu=h200", "precision=bf16_mixed", "output=json")
+
+SHORT = ("data.seq_len=32", "data.batch_size=4", "data.max_train_bytes=65536", "data.val_windows=8")
 
 MADE = {}
 """Plans by their arguments: some tests ask for the same."""
@@ -72,8 +75,10 @@ def test_clipping_and_accumulation_choose_the_schedule(planned):
     assert summed["tokens_per_step"] == 4 * planned(*base)["tokens_per_step"]
 
 
-def test_the_plan_of_a_run_is_the_plan_that_the_run_makes(planned, monkeypatch):
-    overrides = ["precision=bf16_mixed", "trainer.max_steps=1", "strategy.update=next_forward"]
+@pytest.mark.parametrize("batches", [1, 2])
+def test_the_plan_of_a_run_is_the_plan_that_the_run_makes(planned, monkeypatch, batches):
+    overrides = ["precision=bf16_mixed", "trainer.max_steps=1", "strategy.update=next_forward", *SHORT]
+    overrides.append(f"trainer.accumulate_grad_batches={batches}")
     plan = planned(*overrides, "host=auto", "gpu=auto", "output=json")
     seen = []
     from lightning_megatrain import MegaTrainStrategy
@@ -83,6 +88,27 @@ def test_the_plan_of_a_run_is_the_plan_that_the_run_makes(planned, monkeypatch):
     main(["train", *overrides, "trainer.accelerator=cpu", "trainer.limit_val_batches=1", "sample.max_new_tokens=0"])
     assert {**seen[0].host, "activations": 0} == plan["host_bytes_by_item"]
     assert seen[0].device == plan["device_bytes_by_item"]
+
+
+def test_sums_that_this_torch_cannot_make_are_refused_for_this_machine_alone(planned, monkeypatch, capsys):
+    monkeypatch.setattr(planner, "SUMS_WIDE", False)
+    base = ("precision=bf16_mixed", "trainer.accumulate_grad_batches=2", "strategy.accumulate_dtype=float32")
+    with pytest.raises(SystemExit):
+        planned(*base, "gpu=h200", "output=json")
+    assert "set strategy.accumulate_dtype=bfloat16" in capsys.readouterr().err
+    narrow = planned("precision=bf16_mixed", "trainer.accumulate_grad_batches=2", "gpu=h200", "output=json")
+    assert narrow["host_bytes_per_parameter"] == pytest.approx(14, rel=0.01)
+    other = planned(*base, "gpu=h200", "host=laptop_32gb", "output=json")
+    assert other["host_bytes_per_parameter"] == pytest.approx(16, rel=0.01)
+
+
+@pytest.mark.parametrize(("limit", "left"), [("400GiB", 124), ("100GiB", 100), ("auto", 124)])
+def test_a_limit_makes_no_named_host_larger(planned, limit, left):
+    host = ("host=workstation_128gb", f"strategy.host_memory={limit}")
+    plan = planned("model=qwen2_5_14b", *host, *H200)
+    assert not plan["fits"]
+    assert plan["host_available_bytes"] == left * 2**30
+    assert planned("host=auto", host[1], *H200)["host_available_bytes"] == 400 * 2**30 or limit != "400GiB"
 
 
 def test_every_experiment_is_planned_and_leaves_nothing_behind(planned, tmp_path):
@@ -231,6 +257,11 @@ def test_updates_that_would_be_waited_for_move_to_the_device(planned):
     assert 0.2 < moved["updated_on_device"] < 0.9
     assert moved["step_s"] < 0.8 * home["step_s"]
     assert moved["update_s"] == pytest.approx(home["update_s"] * (1 - moved["updated_on_device"]), rel=1e-3)
+    # What would hide the work is asked of the work as it is at home, and what moved is not for nothing.
+    assert moved["tokens_to_hide"]["update"] > 32768
+    assert moved["tokens_to_hide"]["update"] == pytest.approx(home["tokens_to_hide"]["update"], rel=0.3)
+    slow = planned(*base, "strategy.device_update=auto", "gpu.memory_gb_per_s=48")
+    assert slow["compute_s"] > moved["compute_s"] + 10 * moved["updated_on_device"] * 0.1
     assert moved["kept_graphs"] < home["kept_graphs"]
     assert moved["device_bytes"] <= moved["device_available_bytes"]
     small = planned(*base, "strategy.device_memory=24GiB")

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from lightning_megatrain.memory.forecast import Machine, Work, forecast, tokens_to_hide
+from lightning_megatrain.memory.forecast import Machine, Work, forecast, on_device, tokens_to_hide
 
 H200 = Machine(
     host_bytes=124 * 2**30,
@@ -75,6 +75,20 @@ def test_inputs_that_wait_on_the_host_cross_the_link_twice() -> None:
     one, two = (forecast(w, slow, "next_forward") for w in (without, work))
     assert two.fetch == pytest.approx(2 * (one.fetch + 5))
     assert two.push == pytest.approx(2 * (one.push + 5))
+
+
+@pytest.mark.parametrize("schedule", ["in_backward", "next_forward", "blocking"])
+def test_what_the_device_updates_takes_its_time_there(schedule: str) -> None:
+    machine = dataclasses.replace(H200, device_bytes_per_s=4.8e12)
+    work = step_of_7b(65536)  # both halves of the step wait for compute
+    at_home, unknown = (forecast(on_device(work, part), H200, schedule) for part in (0.0, 1.0))
+    own = work.update_bytes / 4.8e12
+    whole, half = (forecast(on_device(work, part), machine, schedule) for part in (1.0, 0.5))
+    assert forecast(on_device(work, 0.0), machine, schedule) == at_home
+    assert whole.compute == pytest.approx(unknown.compute + own)
+    assert half.compute == pytest.approx(unknown.compute + own / 2)
+    assert whole.step == pytest.approx(unknown.step + own)
+    assert (whole.update, half.update) == (0.0, pytest.approx(at_home.update / 2))
 
 
 def test_tokens_from_which_link_and_update_are_hidden() -> None:

@@ -23,19 +23,26 @@ class Held(L.Callback):
         self.plan = strategy.plan
 
 
-@pytest.mark.parametrize("update", ["blocking", "in_backward"])
+# fp32 sums of bf16 gradients, sums in the wire's dtype, and no sums at all.
+@pytest.mark.parametrize(
+    ("update", "batches", "sums"),
+    [("blocking", 1, "auto"), ("in_backward", 1, "auto"), ("blocking", 2, "auto"), ("next_forward", 2, "bfloat16")],
+)
 @pytest.mark.parametrize(
     ("precision", "low", "high"), [("32-true", 12, 16), ("bf16-mixed", 12, 14), ("bf16-true", 10, 12)]
 )
 @pytest.mark.parametrize("name", ["llama", "frozen", "gpt2"])
-def test_plan_counts_what_is_held(name: str, precision: str, low: int, high: int, update: str) -> None:
+def test_plan_counts_what_is_held(
+    name: str, precision: str, low: int, high: int, update: str, batches: int, sums: str
+) -> None:
     held = Held()
     fit(
         partial(zoo.ALL[name], log_norm=False),
-        MegaTrainStrategy(update=update),
+        MegaTrainStrategy(update=update, accumulate_dtype=sums),
         precision=precision,
         callbacks=[held],
         max_steps=1,
+        accumulate_grad_batches=batches,
     )
     assert held.host == held.plan.host_bytes - held.plan.host["slabs"]
     assert held.slabs == held.plan.host["slabs"]
