@@ -51,7 +51,10 @@ def draw(recording: Recording, path: Path) -> None:
 
 
 def chart(recording: Recording) -> Any:
-    """The chart as a ``matplotlib.figure.Figure`` with one pair of axes: seconds to the right, a row for each lane."""
+    """The chart as a ``matplotlib.figure.Figure`` with one pair of axes: seconds to the right, a row for each lane.
+
+    Pauses are cut out: after them time goes on where it stood.
+    """
     figure = import_module("matplotlib.figure").Figure(figsize=(WIDTH / 100, HEIGHT / 100), dpi=200)
     size = (1 - (_LEFT + _RIGHT) / WIDTH, 1 - (_TOP + _BOTTOM) / HEIGHT)
     axes = figure.add_axes((_LEFT / WIDTH, _BOTTOM / HEIGHT, *size))
@@ -84,12 +87,12 @@ def _kind(span: Span) -> str:
 
 
 def _visible(recording: Recording, lane: str, pixel: float) -> list[Span]:
-    """The lane's spans in seconds since the start, cut to the picture; what has one label and no gap is one."""
+    """The lane's spans in seconds of steps, cut to the picture; what has one label and no gap is one."""
     found: list[Span] = []
     for span in recording.spans:
         if span.lane != lane:
             continue
-        start, end = (min(max(t - recording.start, 0.0), recording.seconds) for t in (span.start, span.end))
+        start, end = (recording.of_steps(recording.start, t) for t in (span.start, span.end))
         if found and found[-1].label == span.label and start - found[-1].end < pixel:
             found[-1] = found[-1]._replace(end=max(end, found[-1].end))
         else:
@@ -146,10 +149,11 @@ def _frame(axes: Any, recording: Recording) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.grid(axis="x", color="#e4e4e4", linewidth=0.6)
     axes.set_axisbelow(True)
-    for step, start in recording.steps:
-        axes.axvline(start - recording.start, color="#444444", linewidth=0.8, linestyle=(0, (4, 3)))
+    for step, began in recording.steps:
+        start = recording.of_steps(recording.start, began)
+        axes.axvline(start, color="#444444", linewidth=0.8, linestyle=(0, (4, 3)))
         if len(recording.steps) > 1:
-            axes.text(start - recording.start, -0.55, f" step {step}", fontsize=7.5, color="#444444", va="bottom")
+            axes.text(start, -0.55, f" step {step}", fontsize=7.5, color="#444444", va="bottom")
     first, last = recording.steps[0][0], recording.steps[-1][0]
     title = f"Step {first}" if first == last else f"Steps {first} to {last}"
     axes.set_title(f"{title}: {recording.describe()}", loc="left", fontsize=9.5, pad=32)

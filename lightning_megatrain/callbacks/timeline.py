@@ -26,6 +26,9 @@ class Timeline(L.Callback):
     to the device, computation, gradients pushed to the host, updates on the host, and the stalls in which the device
     had nothing to do. On the CPU all of it happens one after the other, and so it is drawn.
 
+    A step ends where the next one's first batch begins, unless a validation, the end of an epoch or a checkpoint with
+    optimizer states comes between: that counts for no step, and a chart leaves it out.
+
     Nothing waits for the device while a step runs. Files are written one batch after the last of a stretch.
 
     Args:
@@ -56,7 +59,8 @@ class Timeline(L.Callback):
         self._spans: list[Span] = []
         self._recording: Recording | None = None
         self._done: set[int] = set()
-        self._batch_ended = 0.0
+        self._batch_ended = 0.0  # the last one; 0 while one runs
+        self._left = 0.0  # when something else began after the last batch; 0 if nothing did
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Find what tells the spans.
@@ -78,16 +82,19 @@ class Timeline(L.Callback):
     ) -> None:
         """Begin or end a recording, if this step is the first, or the first after the last, of a stretch."""
         step, now = trainer.global_step, time.perf_counter()
+        left, self._left, self._batch_ended = self._left, 0.0, 0.0
         # From one step earlier: an update that is under way when a step begins is part of its picture.
         self._listen(self._recording is not None or not self.steps.isdisjoint((step, step + 1)))
         if step in self.steps:
             if self._recording is None:
                 self._recording = Recording(inline=trainer.strategy.root_device.type == "cpu")
+            elif left:
+                self._recording.pauses.append((left, now))
             if step not in self._done:
                 self._recording.steps.append((step, now))
             self._done.add(step)
         elif self._recording is not None:
-            self._recording.end = now
+            self._recording.end = left or now
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -100,10 +107,26 @@ class Timeline(L.Callback):
         if self._recording is not None and self._recording.end:
             self._write(self._recording)
 
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """What comes now is no part of a step."""
+        self._leave()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """What comes now is no part of a step."""
+        self._leave()
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """What comes now is no part of a step."""
+        self._leave()
+
+    def _leave(self) -> None:
+        self._left = self._left or self._batch_ended or time.perf_counter()
+
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write what the last step completes."""
         if self._streams is not None and self._recording is not None:
-            self._recording.end = self._recording.end or self._batch_ended
+            self._leave()
+            self._recording.end = self._recording.end or self._left
             self._streams.synchronize()  # no step is under way any more
             self._streams.collect()
             self._write(self._recording)

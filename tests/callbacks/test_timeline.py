@@ -1,12 +1,14 @@
 """What a timeline holds: which steps, which lanes, and files that viewers read."""
 
 import json
+import time
 from itertools import pairwise
 
+import lightning as L
 import pytest
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_model import UNITS, train
+from small_model import UNITS, batches, train
 
 from lightning_megatrain import MegaTrainStrategy
 from lightning_megatrain.callbacks import gantt
@@ -91,6 +93,69 @@ def test_an_update_behind_the_next_forward_is_in_the_step_in_which_it_ran(record
     for update, step in zip(updates, ("step 1", "step 2"), strict=False):
         later = [e[2] for e in found if e[0] == "forward blocks.3" and e[2] > begin[step]]
         assert update[3] <= later[0]  # no forward on weights that are being updated
+
+
+PAUSE = 0.4
+"""Seconds of each thing that is no step."""
+
+
+class Slow(L.Callback):
+    """Takes its time wherever no step is under way."""
+
+    reads_weights = False
+
+    def __init__(self, tmp_path):
+        self.path = tmp_path / "x.ckpt"
+        self.save_after = ()
+
+    def on_validation_batch_start(self, *args):
+        time.sleep(PAUSE)
+
+    def on_train_epoch_end(self, *args):
+        time.sleep(PAUSE)
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step in self.save_after:
+            trainer.save_checkpoint(self.path)
+            time.sleep(PAUSE)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("chosen", "save_after", "arguments"),
+    [
+        ([2], (), {"val_check_interval": 3}),  # validation after the last chosen step
+        ([2, 3], (), {"val_check_interval": 3}),  # between two
+        ([1], (), {"val_check_interval": 3, "accumulate_grad_batches": 2}),  # in the middle of one
+        ([2], (), {"limit_train_batches": 3, "max_epochs": 2}),  # an epoch ends, and a validation
+        ([1, 2], (), {"limit_train_batches": 2, "max_epochs": 2}),
+        ([2], (3,), {}),  # a checkpoint
+        ([2, 3], (3,), {}),
+        ([4], (), {}),  # the end of training
+    ],
+)
+def test_seconds_that_belong_to_no_step_are_not_counted(tmp_path, chosen, save_after, arguments, first):
+    timeline, slow = Timeline(chosen, tmp_path, png=False), Slow(tmp_path)
+    slow.save_after = save_after
+    made = []
+    timeline._write, write = lambda recording: (made.append(recording), write(recording)), timeline._write
+    train([timeline, slow] if first else [slow, timeline], steps=5, validation=batches(1), **arguments)
+    [recording] = made
+    assert 0 < recording.seconds < PAUSE
+    found = events(timeline.files[0])
+    steps = [e for e in found if e[0].startswith("step ")]
+    assert {e[0] for e in steps} == {f"step {step}" for step in chosen}
+    assert sum(e[3] - e[2] for e in steps) == pytest.approx(1e6 * recording.seconds)
+    assert sum(e[3] - e[2] for e in found if e[0] == "no step") == pytest.approx(
+        1e6 * (recording.end - recording.start - recording.seconds), abs=1
+    )
+    # The blocks of the steps are there, those of a validation are not.
+    times = len(chosen) * arguments.get("accumulate_grad_batches", 1)
+    for unit in UNITS:
+        assert [e[0] for e in found].count(f"forward {unit}") == times
+    chart = gantt.chart(recording)
+    assert chart.axes[0].get_xlim()[1] == pytest.approx(recording.seconds)
+    assert ("belong to no step" in recording.describe()) == bool(recording.pauses)
 
 
 def test_the_chart_is_a_picture_with_every_lane(record):
