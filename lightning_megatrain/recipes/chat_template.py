@@ -13,6 +13,8 @@ from lightning_megatrain.recipes.records import BadRecord, Message
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+_INSTEAD = "data.chat_template may mark answers with {% generation %} instead"
+
 _STAND_IN = "\u2063answer\u2063"
 """Put in an answer's place to find what the template writes around it; U+2063 is invisible and not trimmed."""
 
@@ -123,7 +125,9 @@ class ChatTokenizer:
         """Characters of `text`, the whole conversation's rendering, that are the answer of `messages[turn]`."""
         prompt = self._render(messages[:turn], add_generation_prompt=True) if turn else self._before_first(messages)
         if not text.startswith(prompt):
-            raise BadRecord(f"needed a chat template that leaves earlier turns alone, it rewrites them at turn {turn}")
+            raise BadRecord(
+                f"needed a chat template that leaves earlier turns alone, it rewrites them at turn {turn} ({_INSTEAD})"
+            )
         answered = self._render(messages[: turn + 1])
         end = len(answered) if text.startswith(answered) else self._end(messages, turn, text)
         if end <= len(prompt):
@@ -138,12 +142,16 @@ class ChatTokenizer:
         """Where an answer ends whose turn is written otherwise when it is the last.
 
         Thinking templates do that: the reasoning of earlier turns is left out. What follows the answer's own words is
-        the same in both, and that is enough to find their end.
+        the same in both, and that is enough to find their end. Others write the end of the text after the last turn.
         """
         rest = self._after(messages, turn)
         closing = self._after(messages[: turn + 1], turn)
+        if closing and rest and not rest.startswith(closing):
+            closing = closing.removesuffix(self.tokenizer.eos_token or "")
         if rest is None or closing is None or not text.endswith(rest) or not rest.startswith(closing):
-            raise BadRecord(f"needed a chat template that shows where answers end, it rewrites turn {turn}")
+            raise BadRecord(
+                f"needed a chat template that shows where answers end, it rewrites turn {turn} ({_INSTEAD})"
+            )
         return len(text) - len(rest) + len(closing)
 
     def _after(self, messages: list[Message], turn: int) -> str | None:

@@ -130,7 +130,8 @@ class ChunkedLoss(torch.autograd.Function):
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             logits = F.linear(hidden[part], weight, bias).to(wide)
-            wanted, counts = targets[part].clamp_min(0)[:, None], valid[part][:, None].to(wide)
+            # Any other label that is no token stays one, so that it is refused here as it is by torch.
+            wanted, counts = targets[part].masked_fill(~valid[part], 0)[:, None], valid[part][:, None].to(wide)
             # Step by step and in place: torch's logsumexp would hold the exponentials beside the logits.
             true, highest = logits.gather(1, wanted), logits.amax(1, keepdim=True)
             sums = logits.sub_(highest).exp_().sum(1, keepdim=True)

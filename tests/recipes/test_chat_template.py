@@ -34,6 +34,13 @@ THINKING = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# As Phi-3's: the text's end is written once, after the last turn.
+ENDING = (
+    "{% for message in messages %}"
+    "{{ '<|start|>' + message['role'] + '\n' + message['content'] + '<|end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
 # Everything depends on the number of turns: nothing can be found by looking at fewer of them.
 REWRITING = "{% for message in messages %}{{ messages | length ~ message['role'] ~ message['content'] }}{% endfor %}"
 
@@ -101,8 +108,17 @@ def test_an_earlier_turn_that_is_written_otherwise_when_last_is_found():
     assert labelled == f"{first}<|im_end|>{second}<|im_end|><think>\n\n</think>\n\n{last}<|im_end|>"
 
 
+def test_a_text_that_ends_once_has_all_its_answers():
+    tokenizer = chat(ENDING, ("<|start|>", "<|end|>"))
+    for turns in (2, 4, 6):
+        ids, targets = tokenizer.tokens(CONVERSATION[:turns])
+        labelled = tokenizer.decode([token for token, target in zip(ids, targets, strict=True) if target])
+        answers = ANSWERS[: turns // 2]
+        assert labelled == "".join(f"{answer}<|end|>" for answer in answers) + "\n<|im_end|>"
+
+
 def test_a_template_that_hides_where_answers_are_is_refused():
-    with pytest.raises(BadRecord, match="chat template"):
+    with pytest.raises(BadRecord, match=r"chat template.*may mark answers with \{% generation %\} instead"):
         chat(REWRITING).tokens(CONVERSATION)
 
 

@@ -96,6 +96,17 @@ def test_half_precision_has_gradients_though_each_is_too_small_before_it_is_scal
         assert (found / 65536 - true).norm() / true.norm() < 5e-3
 
 
+@pytest.mark.parametrize("label", [-1, -101, 50])
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_label_that_is_no_token_is_refused_as_in_torch(label, learns):
+    hidden, head, targets = made()
+    targets[1, 2] = label
+    with torch.set_grad_enabled(learns):
+        for loss in (plain, next_token_loss):
+            with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+                loss(hidden, head, targets)
+
+
 def test_a_second_backward_is_refused():
     hidden, head, targets = made()
     loss = ChunkedLoss.apply(hidden.flatten(0, 1), head.weight, None, targets.flatten())
