@@ -64,7 +64,10 @@ def streams_of(trainer: L.Trainer) -> Streams | None:
 
 
 def peak_device_bytes(device: torch.device) -> int | None:
-    """The most bytes that tensors took on the device so far; None for the CPU. Does not wait for the device."""
+    """The most bytes that tensors took on the device since torch's peak last counted anew; None for the CPU.
+
+    Does not wait for the device.
+    """
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 

@@ -134,18 +134,19 @@ def _check_export(cfg: DictConfig) -> None:
     """Refuse, before hours of training, an export that could not be written after it."""
     if cfg.export is None:
         return
-    checkpoints = [
-        Path(os.path.abspath(Path(c.dirpath).expanduser()))
+    places = [
+        c.get("dirpath")  # null: Lightning makes a folder of its own
         for c in cfg.callbacks.values()
         if c is not None and c.get("_target_", "").endswith(".ModelCheckpoint") and c.get("save_top_k", 1) != 0
     ]
-    if not checkpoints:
+    if not places:
         raise UserError(f"export={cfg.export} needs a checkpoint to be made of; leave callbacks.checkpoint on.")
     if not is_local(cfg.export):
         raise UserError(f"export={cfg.export} is not on the local file system, which is needed; set a folder that is.")
     out = Path(os.path.abspath(Path(cfg.export).expanduser()))
     if os.path.lexists(out):
         raise UserError(f"export={cfg.export} exists already; set export to a new folder, or remove that one.")
+    checkpoints = [Path(os.path.abspath(Path(place).expanduser())) for place in places if place is not None]
     if any(out == folder or out in folder.parents or folder in out.parents for folder in checkpoints):
         raise UserError(f"export={cfg.export} and the checkpoints would be in each other's place; set another folder.")
 

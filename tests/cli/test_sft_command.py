@@ -37,6 +37,7 @@ def test_it_trains_and_exports_without_a_network(tmp_path, monkeypatch, capsys):
         (("export='~/there'",), "exists already"),
         (("export='${hydra:runtime.output_dir}/checkpoints'",), "each other's place"),
         (("export=s3://bucket/out",), "local file system"),
+        (("callbacks.checkpoint.dirpath=null", "export=there"), "exists already"),
     ],
 )
 def test_an_export_that_cannot_be_is_refused_before_training(tmp_path, monkeypatch, capsys, overrides, reason):
