@@ -59,7 +59,11 @@ SUMS_WIDE = hasattr(Tensor, "grad_dtype")
 
 
 class Planner:
-    """One configuration, its model on the meta device."""
+    """One configuration, its model on the meta device.
+
+    Rows are taken for whole sequences: of rows that are packed, whose lengths only the data know, attention and model
+    FLOP/s are too many.
+    """
 
     def __init__(self, cfg: DictConfig) -> None:
         self.cfg = cfg

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lightning_megatrain.callbacks.throughput import NUM_TOKENS, count_tokens
 from lightning_megatrain.checkpoint.loading import widen
-from lightning_megatrain.recipes.flops import token_flops
+from lightning_megatrain.recipes.flops import mean_length, token_flops
 from lightning_megatrain.recipes.loss import (
     IGNORE_INDEX,
     logits_in_chunks,
@@ -97,8 +97,7 @@ class CausalLM(L.LightningModule):
         self.model = build_model(arch, config or {}, seed=seed) if source is None else source.load()
         self.val_perplexity = Perplexity(ignore_index=IGNORE_INDEX)
         self.sampling = Sampling()
-        self._seq_len: int | None = None  # of the last batch
-        self._flops: dict[int, float] = {}  # per token, by sequence length
+        self._seq_len: float | None = None  # of the last batch, the mean over its tokens
 
     def configure_model(self) -> None:
         """Make fp32 parameters of pretrained 16-bit ones for strategies that train parameters as they are.
@@ -119,7 +118,7 @@ class CausalLM(L.LightningModule):
 
     def on_before_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
         """Count the batch's real tokens while its mask is still on the host, where counting waits for nobody."""
-        self._seq_len = batch["input_ids"].shape[1]
+        self._seq_len = mean_length(batch)
         return {**batch, NUM_TOKENS: count_tokens(batch)}
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
@@ -204,13 +203,9 @@ class CausalLM(L.LightningModule):
     def flops_per_token(self) -> float | None:
         """FLOPs of forward and backward per token in sequences as long as the last batch's; None before there is one.
 
-        Recompute is left out; see :func:`token_flops`.
+        Recompute is left out, and so is attention across the sequences of a packed row; see :func:`token_flops`.
         """
-        if self._seq_len is None:
-            return None
-        if self._seq_len not in self._flops:
-            self._flops[self._seq_len] = token_flops(self.model, self._seq_len).model
-        return self._flops[self._seq_len]
+        return None if self._seq_len is None else token_flops(self.model, self._seq_len).model
 
     @property
     def _plain_logits(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
@@ -26,7 +28,7 @@ class TokenFlops:
     feed_forward: float
 
 
-def token_flops(model: PreTrainedModel, seq_len: int) -> TokenFlops:
+def token_flops(model: PreTrainedModel, seq_len: float) -> TokenFlops:
     """Count them; the model may be on the meta device.
 
     A product with a weight takes 2 FLOPs per parameter forward and 4 backward (Kaplan et al., arXiv 2001.08361).
@@ -35,7 +37,7 @@ def token_flops(model: PreTrainedModel, seq_len: int) -> TokenFlops:
 
     Args:
         model: a decoder.
-        seq_len: tokens of a sequence.
+        seq_len: tokens of a sequence; of different ones, their :func:`mean_length`.
     """
     config = model.config.get_text_config()
     experts = next(
@@ -68,6 +70,29 @@ def token_flops(model: PreTrainedModel, seq_len: int) -> TokenFlops:
         blocks=6 * in_blocks + attention,
         feed_forward=6 * feed_forward,
     )
+
+
+def mean_length(batch: Mapping[str, Any]) -> float:
+    """Length, in tokens, of the sequence that a token of the batch stands in: the mean over its real tokens.
+
+    That is what causal attention depends on: sequences in one row do not meet, and nothing meets padding.
+
+    Args:
+        batch: `input_ids` (batch, time); on the host and of the same shape, `position_ids`, which start again where a
+            packed sequence begins (padding without a mask is one, too), and `attention_mask`, zero where there is
+            padding. What is elsewhere is not waited for, and rows count whole.
+    """
+    shape = batch["input_ids"].shape
+    positions, mask = (
+        value if isinstance(value, Tensor) and value.device.type == "cpu" and value.shape == shape else None
+        for value in (batch.get("position_ids"), batch.get("attention_mask"))
+    )
+    if mask is not None:
+        positions = mask.bool().cumsum(1) - 1 if positions is None else positions
+        positions = positions[mask.bool()]
+    if positions is None or not positions.numel():
+        return float(shape[1])
+    return 2 * float(positions.double().mean()) + 1
 
 
 def _layer_types(config: object) -> list[str]:

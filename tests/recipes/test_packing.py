@@ -10,6 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lightning_megatrain.callbacks.throughput import NUM_TOKENS
 from lightning_megatrain.recipes.causal_lm import CausalLM
+from lightning_megatrain.recipes.flops import mean_length, token_flops
 from lightning_megatrain.recipes.packable import make_packable, packed_mask
 from lightning_megatrain.recipes.packing import PackedCollate, PaddedCollate, Rows, SequenceBuilder, pack
 
@@ -277,6 +278,36 @@ def test_a_padded_batch_is_as_long_as_eights_of_its_longest_row():
     assert batch[NUM_TOKENS] == 12
     assert collate([[2]])["input_ids"].shape == (1, 22)
     assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
+
+
+def test_arithmetic_of_rows_is_that_of_their_sequences():
+    """However they are put into rows, tokens meet those before them in their own sequence, and nothing else."""
+    lengths = [9, 5, 8, 23, 11, 2, 4, 7, 13, 24, 17, 22, 20]  # which fill their rows
+    store, module = sequences(lengths), make("llama")
+    rows = pack(store.lengths, ROW, seed=0)
+    assert sum(lengths) > 0.95 * ROW * len(rows)
+    kinds = {
+        "packed": PackedCollate(store, ROW, pad_id=0)([row.tolist() for row in rows]),
+        "padded": PaddedCollate(store, ROW, pad_id=0)([[i] for i in range(len(store))]),
+        "whole": {"input_ids": torch.zeros(3, ROW, dtype=torch.int64)},
+    }
+    wanted = sum(n * token_flops(module.model, n).model for n in lengths) / sum(lengths)
+    found = {}
+    for kind, batch in kinds.items():
+        module.on_before_batch_transfer(batch, 0)
+        found[kind] = module.flops_per_token
+    assert found["padded"] == pytest.approx(wanted)
+    assert found["packed"] == pytest.approx(wanted, rel=1e-3)
+    assert found["whole"] == token_flops(module.model, ROW).model
+    left = kinds["padded"]["attention_mask"].flip(1)
+    assert mean_length({**kinds["padded"], "attention_mask": left}) == mean_length(kinds["padded"])
+
+
+def test_lengths_that_are_not_on_the_host_are_not_waited_for():
+    batch = packed(sequences())[1]
+    assert mean_length(batch) < ROW
+    away = {name: batch[name].to("meta") for name in ("input_ids", "position_ids")}
+    assert mean_length({**away, "attention_mask": away["input_ids"]}) == ROW
 
 
 def test_a_batch_of_tokens_costs_the_store_five_bytes_each():
