@@ -9,10 +9,14 @@ those of the same model wholly in device memory, recomputed in full, without an 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from lightning_megatrain import MegaTrainStrategy
 
 Row = dict[str, Any]
 
@@ -20,17 +24,29 @@ _GIB = 2**30
 
 
 def rows_of(results: Sequence[dict[str, Any]]) -> list[Row]:
-    """One row for each size of each result, with what tells it from others as its `label`."""
-    return [{**result, **size, "label": _label(result, size)} for result in results for size in result["sizes"]]
+    """One row for each size of each result, with what tells it from all others as its `label`."""
+    rows = [{**result, **size, "label": _label(result, size)} for result in results for size in result["sizes"]]
+    alike, seen = Counter(row["label"] for row in rows), Counter[str]()
+    for row in rows:
+        label = row["label"]
+        seen[label] += 1
+        if alike[label] > 1:
+            row["label"] += f", run {seen[label]}"
+    return rows
+
+
+_DEFAULTS = {name: p.default for name, p in inspect.signature(MegaTrainStrategy).parameters.items()}
 
 
 def _label(result: dict[str, Any], size: dict[str, Any]) -> str:
-    parts = [result["model"], f"{size['tokens']:,} tokens"]
+    """The model and its size, the batch, and what is not set as it is by default; compiled is the rule here."""
+    parts = [f"{result['model']} ({result['parameters'] / 1e9:.3g}B)", f"{size['rows']} x {result['seq_len']:,} tokens"]
+    if result["precision"] != "bf16-mixed":
+        parts.append(result["precision"])
     if result["clip"] is not None:
         parts.append(f"clip {result['clip']:g}")
-    cap = result["strategy"].get("device_memory", "auto")
-    if cap != "auto":
-        parts.append(f"at most {cap}")
+    settings = {name: value for name, value in result["strategy"].items() if name != "compile"}
+    parts += [f"{name} {value}" for name, value in settings.items() if name in _DEFAULTS and value != _DEFAULTS[name]]
     if not result["strategy"]["compile"]:
         parts.append("not compiled")
     return ", ".join(parts)
@@ -55,9 +71,10 @@ def markdown(rows: Sequence[Row]) -> str:
             f"{row['host_bytes_per_parameter']:.2f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    places = dict.fromkeys(_place(row) for row in rows)
-    commands = dict.fromkeys(row["command"] for row in rows)
-    return "\n".join([*lines, "", *(f"- {place}" for place in places), "", *(f"    {c}" for c in commands)])
+    for place in dict.fromkeys(map(_place, rows)):
+        lines += ["", f"- {place}:"]
+        lines += [f"  - {row['label']}: `{row['command']}`" for row in rows if _place(row) == place]
+    return "\n".join(lines)
 
 
 def _place(row: Row) -> str:
@@ -80,7 +97,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     from matplotlib import pyplot
 
     shown = [row for row in rows if "of_ceiling" in row]
-    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.45 * len(shown)), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(11, 1.2 + 0.45 * len(shown)), layout="constrained")
     bars = axes.barh([row["label"] for row in shown], [row["of_ceiling"] for row in shown], color="#4c72b0", height=0.6)
     labels = [f"{row['of_ceiling']:.2f} ({row['tokens_per_s']:,.0f} tokens/s)" for row in shown]
     axes.bar_label(bars, labels, label_type="center", color="white")

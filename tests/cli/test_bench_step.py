@@ -7,6 +7,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from benchmarks import speed
 from benchmarks.plot import markdown, rows_of
 
 from lightning_megatrain.cli import bench_measure, bench_step
@@ -74,9 +75,38 @@ def test_the_table_for_the_results_folder_has_a_row_for_each_size(measured):
     result = measured("rows=[1,2]", "ceiling=true", "clip=0.5")
     rows = rows_of([result])
     table = markdown(rows)
-    assert [row["label"] for row in rows] == [f"tiny, {n} tokens, clip 0.5, not compiled" for n in (16, 32)]
+    size = f"{result['parameters'] / 1e9:.3g}B"
+    said = f", {result['precision']}, clip 0.5, not compiled"
+    assert [row["label"] for row in rows] == [f"tiny ({size}), {n} x 16 tokens{said}" for n in (1, 2)]
     assert all(f"| {row['label']} | `blocking` | " in table and f" {row['of_ceiling']:.3f} " in table for row in rows)
-    assert result["command"] in table
+    assert all(f"  - {row['label']}: `{result['command']}`" in table for row in rows)
+
+
+def test_no_two_rows_of_results_are_called_the_same():
+    """Those whose speed is promised, and one that was measured twice."""
+    [path, *_] = (Path(speed.__file__).parent / "results" / "h200_speed").glob("*.json")
+    measured = json.loads(path.read_text())
+    results = []
+    for name, row in [*speed.ROWS.items(), ("7b_32k", speed.ROWS["7b_32k"])]:
+        given = dict(override.split("=", 1) for override in row.overrides)
+        strategy = {key.removeprefix("strategy."): value for key, value in given.items() if key.startswith("strategy.")}
+        blocks = int(given.get("model.config.num_hidden_layers", 48))
+        results.append(
+            {
+                **measured,
+                "model": given["model"],
+                "parameters": measured["parameters"] if name.startswith("7b") else 1.5e9 + blocks * 0.276e9,
+                "clip": float(given["clip"]) if "clip" in given else None,
+                "strategy": {**measured["strategy"], **strategy},
+                "sizes": [{**measured["sizes"][0], "rows": int(given["rows"]), "tokens": int(given["rows"]) * 2048}],
+                "command": " ".join(row.overrides),
+            }
+        )
+    rows = rows_of(results)
+    table = markdown(rows)
+    assert len({row["label"] for row in rows}) == len(rows) == 11
+    assert [table.count(f"| {row['label']} |") for row in rows] == [1] * len(rows)
+    assert all(f"- {row['label']}: `{row['command']}`" in table for row in rows)
 
 
 def test_the_ceiling_warms_up_in_three_steps(measured):
