@@ -8,7 +8,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -64,12 +64,16 @@ def _version(package: str) -> str | None:
     return None
 
 
-def circumstances(command: str, device: torch.device) -> dict[str, Any]:
+def circumstances(
+    command: str, device: torch.device, *, arguments: Sequence[str] | None = None, packages: Sequence[str] = ()
+) -> dict[str, Any]:
     """What has to stand beside every figure: command, hardware, versions, and the commit where it is known.
 
     Args:
-        command: without its overrides.
+        command: without its arguments.
         device: what computed.
+        arguments: of the command; None for the overrides that Hydra was given.
+        packages: others whose versions matter.
     """
     hardware: dict[str, Any] = {
         "cpu": _cpu(),
@@ -78,13 +82,13 @@ def circumstances(command: str, device: torch.device) -> dict[str, Any]:
         "device": "cpu",
     }
     versions: dict[str, str | None] = {"python": platform.python_version()}
-    versions |= {package.replace("-", "_"): _version(package) for package in _PACKAGES}
+    versions |= {package.replace("-", "_"): _version(package) for package in (*_PACKAGES, *packages)}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         hardware |= {"device": properties.name, "device_memory_bytes": properties.total_memory}
         versions["cuda"] = torch.version.cuda
     return {
-        "command": " ".join([command, *HydraConfig.get().overrides.task]),
+        "command": " ".join([command, *(HydraConfig.get().overrides.task if arguments is None else arguments)]),
         "hardware": hardware,
         "versions": versions,
         "commit": _commit(Path(lightning_megatrain.__file__).resolve().parents[1]),

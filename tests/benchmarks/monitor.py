@@ -3,9 +3,11 @@
     python tests/benchmarks/monitor.py model=qwen2_5_0_5b rows=16 [each=5] [turns=6]
 
 Every `each` steps the monitor begins or ceases to listen; the first of them is left out. Random weights and tokens,
-sequences of 2,048, bf16-mixed. A small model is the harder case: as many spans for less work.
+sequences of 2,048 (`seq`), bf16-mixed. A small model is the harder case: as many spans for less work. Prints a line for
+people, and one of JSON with what it was measured on.
 """
 
+import json
 import statistics
 import sys
 import tempfile
@@ -22,6 +24,7 @@ from torch.utils.data import DataLoader
 from lightning_megatrain import MegaTrainStrategy
 from lightning_megatrain.callbacks.monitor import Monitor
 from lightning_megatrain.cli.app import config_dir
+from lightning_megatrain.cli.bench_result import circumstances
 from lightning_megatrain.recipes.random_weights import fill_weights, without_weights
 
 
@@ -73,7 +76,7 @@ def main() -> None:
     batch = {"input_ids": torch.randint(0, cfg.model.config.vocab_size, (rows, int(given.get("seq", "2048"))))}
     clock = InTurn(each)
     with tempfile.TemporaryDirectory() as folder:
-        L.Trainer(
+        trainer = L.Trainer(
             accelerator="auto",
             devices=1,
             max_steps=steps,
@@ -85,7 +88,8 @@ def main() -> None:
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-        ).fit(module, DataLoader([batch] * steps, batch_size=None))
+        )
+        trainer.fit(module, DataLoader([batch] * steps, batch_size=None))
     on, off = (statistics.median(clock.seconds[key]) for key in (True, False))
     spread = max(clock.seconds[False]) - min(clock.seconds[False])
     print(
@@ -93,6 +97,9 @@ def main() -> None:
         f"({100 * (on / off - 1):+.2f}%); "
         f"{len(clock.seconds[True])} and {len(clock.seconds[False])} steps, those without within {spread:.4f} s"
     )
+    device = trainer.strategy.root_device
+    where = circumstances("python tests/benchmarks/monitor.py", device, arguments=sys.argv[1:])
+    print(json.dumps({"with_s": clock.seconds[True], "without_s": clock.seconds[False], **where}))
 
 
 if __name__ == "__main__":

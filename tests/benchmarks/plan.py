@@ -3,8 +3,8 @@
     python tests/benchmarks/plan.py model=qwen2_5_7b,rows=16,microbatch=8 model=qwen2_5_0_5b,rows=16
 
 Each argument is one process: the plan first, then a real fit of the same configuration with random weights and tokens.
-Prints one JSON line for each, and a table of all. Options of an argument: model, rows, seq (2048), microbatch, clip,
-precision (bf16_mixed).
+Prints one JSON line for each, with what it was measured on, and a table of all. Options of an argument: model, rows,
+seq (2048), microbatch, clip, precision (bf16_mixed).
 """
 
 import json
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatrain import MegaTrainStrategy
 from lightning_megatrain.cli.app import config_dir
+from lightning_megatrain.cli.bench_result import circumstances
 from lightning_megatrain.cli.planner import Planner
 from lightning_megatrain.memory.host import give_back_freed_memory
 from lightning_megatrain.recipes.random_weights import fill_weights, without_weights
@@ -129,7 +130,9 @@ def measure(wanted: dict[str, str]) -> dict[str, Any]:
 
 def main() -> None:
     if len(sys.argv) == 3 and sys.argv[1] == "--one":
-        print(json.dumps(measure(options(sys.argv[2]))))
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        where = circumstances("python tests/benchmarks/plan.py", device, arguments=[sys.argv[2]])
+        print(json.dumps({**measure(options(sys.argv[2])), **where}))
         return
     rows = []
     for argument in sys.argv[1:]:

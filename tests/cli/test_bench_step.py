@@ -2,12 +2,14 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
-from benchmarks import speed
+from benchmarks import monitor, peers, plan, speed
 from benchmarks.plot import markdown, rows_of
 
 from lightning_megatrain.cli import bench_measure, bench_step
@@ -213,6 +215,57 @@ def test_tokens_are_the_same_each_time_and_differ_between_steps():
     assert [tuple(b.shape) for b in batches] == [(2, 5), (2, 5), (3, 5), (3, 5)]
     assert torch.equal(batches[1], data[1]["input_ids"])
     assert not torch.equal(batches[0], batches[1])
+
+
+def told(result, command):
+    """Whether a result says what was run, on what, with what."""
+    assert result["command"] == command
+    assert {"cpu", "cores", "host_memory_bytes", "device"} <= result["hardware"].keys()
+    assert result["versions"]["torch"] == torch.__version__
+    assert {"lightning", "transformers"} <= result["versions"].keys()
+    assert "commit" in result
+    return True
+
+
+def test_both_sides_of_a_comparison_and_their_circumstances_are_in_one_file(monkeypatch, capsys):
+    figures = {"step_s": 1.0, "model_tflops": 1.0, "peak_device_allocated_bytes": 1}
+    mine = {"sizes": [{**figures, "tokens_per_s": 30.0, "peak_host_rss_bytes": 5}]}
+    theirs = {**figures, "what": "DeepSpeed", "tokens_per_s": 10.0, "peak_host_rss_bytes": 10}
+    run = subprocess.run
+
+    def measured(command, **options):
+        if command[0] != sys.executable:
+            return run(command, **options)
+        [file] = [a.removeprefix("to=") for a in command if a.startswith("to=") or a.endswith("deepspeed.json")]
+        Path(file).write_text(json.dumps(theirs if "--deepspeed" in command else mine))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", measured)
+    monkeypatch.setattr(sys, "argv", ["peers.py", "made", "rows=4"])
+    assert peers.main() == 0
+    both = json.loads(Path("made/peers.json").read_text())
+    assert (both["ours"], both["deepspeed"]) == (mine, theirs)
+    assert both["ratios"] == {"speed": 3.0, "memory": 0.5}
+    assert told(both, "python tests/benchmarks/peers.py made rows=4")
+    assert "deepspeed" in both["versions"]
+
+
+def test_deepspeed_is_given_room_to_fetch_ahead():
+    assert peers.DEEPSPEED["stage3_prefetch_bucket_size"] == peers.DEEPSPEED["reduce_bucket_size"] == 5e8
+    assert peers.DEEPSPEED["stage3_max_live_parameters"] == 1e9
+
+
+def test_other_benchmarks_say_what_they_were_measured_on(monkeypatch, capsys):
+    monkeypatch.setattr(plan, "measure", lambda wanted: {"step": [1.0, 2.0], **wanted})
+    monkeypatch.setattr(sys, "argv", ["plan.py", "--one", "model=tiny,rows=2"])
+    plan.main()
+    assert told(json.loads(capsys.readouterr().out), "python tests/benchmarks/plan.py model=tiny,rows=2")
+    arguments = ["model=tiny", "rows=1", "each=2", "turns=1", "seq=8"]
+    monkeypatch.setattr(sys, "argv", ["monitor.py", *arguments])
+    monitor.main()
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told(result, " ".join(["python tests/benchmarks/monitor.py", *arguments]))
+    assert len(result["with_s"]) == len(result["without_s"]) == 1
 
 
 @pytest.mark.gpu
