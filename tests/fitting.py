@@ -14,6 +14,9 @@ import lightning_megatrain
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
+SCHEDULES = ["blocking", "next_forward", "in_backward"]
+FORMATS = ["ckpt", "sharded"]
+
 
 class MegaTrainStrategy(lightning_megatrain.MegaTrainStrategy):
     """As on a GPU, host work is done by the worker thread."""

@@ -14,12 +14,11 @@ from unittest import mock
 import lightning as L
 import torch
 import zoo
-from fitting import QUIET, MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, loader, stock
+from fitting import QUIET, SCHEDULES, MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, loader, stock
 from torch import Tensor
 
 from lightning_megatrain.update.worker import Worker
 
-SCHEDULES = ["blocking", "next_forward", "in_backward"]
 COLLECTING = ["blocking", "next_forward"]
 """Schedules that are legal where a step needs all gradients at once."""
 EAGER = ["next_forward", "in_backward"]

@@ -14,7 +14,7 @@ import lightning as L
 import pytest
 import torch
 import zoo
-from fitting import MegaTrainStrategy, assert_same_optimizer_bits, fit, loader, stock
+from fitting import FORMATS, MegaTrainStrategy, assert_same_optimizer_bits, fit, loader, stock
 from matrix import assert_equal
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -84,7 +84,7 @@ def test_there_and_back_is_the_same_in_every_bit(tmp_path: Path, name: str, prec
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("to", ["ckpt", "sharded"])
+@pytest.mark.parametrize("to", FORMATS)
 def test_a_training_resumes_from_what_was_written(tmp_path: Path, name: str, to: Any) -> None:
     source = tmp_path / "a.ckpt"
     trained(source, MegaTrainStrategy(checkpoint_format="sharded" if to == "ckpt" else "ckpt"))
@@ -154,7 +154,7 @@ def test_objects_of_other_classes_are_read_only_on_request(tmp_path: Path) -> No
 # Safetensors
 
 
-@pytest.mark.parametrize("source", ["ckpt", "sharded"])
+@pytest.mark.parametrize("source", FORMATS)
 def test_safetensors_hold_the_weights(tmp_path: Path, source: str) -> None:
     trained(tmp_path / "a.ckpt", MegaTrainStrategy(checkpoint_format=source), precision="bf16-mixed")
     done = convert(tmp_path / "a.ckpt", to="safetensors")

@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from fitting import QUIET, MegaTrainStrategy, stock
+from fitting import FORMATS, QUIET, MegaTrainStrategy, stock
 from matrix import assert_equal
 from model_folders import CONFIGS, VOCABULARY, edit_json, model_folder, tensors_in
 from torch.utils.data import DataLoader
@@ -37,7 +37,7 @@ def checkpoint_of(
     return path
 
 
-@pytest.mark.parametrize("checkpoint_format", ["ckpt", "sharded"])
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("arch", CONFIGS)
 def test_in_and_out_again_is_the_same_in_every_bit(

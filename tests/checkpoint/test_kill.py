@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from fitting import FORMATS, SCHEDULES
 from kill_child import MAX_STEPS, SAVE_EVERY, Run, train
-from matrix import SCHEDULES, assert_equal
+from matrix import assert_equal
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_megatrain.checkpoint.sharded import is_sharded, read_sharded
 from lightning_megatrain.checkpoint.single import read_single
 
-FORMATS = ["ckpt", "sharded"]
 SEED = 1
 KILLS = {"blocking": 2, "next_forward": 3, "in_backward": 3}
 """At random, for each format, with and without ``save_async``: 32 in all."""

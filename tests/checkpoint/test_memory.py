@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fitting import FORMATS
 
 from lightning_megatrain.checkpoint.lazy import PART_BYTES
 
@@ -43,7 +44,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("precision", "save_async"), [("32-true", False), ("bf16-mixed", True)])
-@pytest.mark.parametrize("checkpoint_format", ["ckpt", "sharded"])
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_saving_and_loading_a_gigabyte(folder: Path, checkpoint_format: str, precision: str, save_async: bool) -> None:
     flags = ["--save-async"] if save_async else []
     result = probe("once", str(folder), "--format", checkpoint_format, "--precision", precision, *flags)
@@ -62,7 +63,7 @@ def test_saving_and_loading_a_gigabyte(folder: Path, checkpoint_format: str, pre
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("checkpoint_format", ["ckpt", "sharded"])
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_twenty_saves_leave_resident_memory_flat(folder: Path, checkpoint_format: str) -> None:
     """One tensor of a block left behind by each save would be three times the limit."""
     for mode, resident in probe("often", str(folder), "--format", checkpoint_format).items():

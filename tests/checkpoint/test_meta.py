@@ -7,7 +7,7 @@ import lightning as L
 import pytest
 import torch
 import zoo
-from fitting import QUIET, MegaTrainStrategy, fit, loader
+from fitting import FORMATS, QUIET, MegaTrainStrategy, fit, loader
 from torch import Tensor, nn
 
 from lightning_megatrain.checkpoint.loading import materialize_meta
@@ -49,7 +49,7 @@ class Deferred(zoo.Zoo):
         return zoo.token_loss(self.head(x), batch)
 
 
-@pytest.mark.parametrize("checkpoint_format", ["ckpt", "sharded"])
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_values_come_from_reset_parameters_or_a_checkpoint(checkpoint_format: str, tmp_path: Path) -> None:
     module, trainer = fit(Deferred, MegaTrainStrategy(checkpoint_format=checkpoint_format), max_steps=3)
     assert all(torch.isfinite(p).all() and p.device.type == "cpu" for p in module.parameters())

@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 import zoo
-from fitting import QUIET, MegaTrainStrategy, fit, loader
+from fitting import FORMATS, QUIET, MegaTrainStrategy, fit, loader
 from safetensors.torch import save_file
 
 make = partial(zoo.Encoder, layers=2, log_norm=False)
@@ -103,7 +103,7 @@ class More(zoo.Encoder):
         self.extra = torch.nn.Parameter(torch.ones(3))
 
 
-@pytest.mark.parametrize("checkpoint_format", ["ckpt", "sharded"])
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_another_model(saved: dict[str, Path], checkpoint_format: str) -> None:
     path = saved[checkpoint_format]
     error = rf"{checkpoint_format} belongs to another model, so nothing was loaded(?s:.*)"

@@ -8,13 +8,20 @@ import lightning as L
 import pytest
 import torch
 import zoo
-from fitting import QUIET, MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, loader, stock, tokens
+from fitting import (
+    FORMATS,
+    QUIET,
+    SCHEDULES,
+    MegaTrainStrategy,
+    assert_same_bits,
+    assert_same_optimizer_bits,
+    loader,
+    stock,
+    tokens,
+)
 from resuming import Plain, Resumable, assert_same_end, resumed_run, run
 from torch import Tensor
 from torch.utils.data import DataLoader
-
-SCHEDULES = ["blocking", "next_forward", "in_backward"]
-FORMATS = ["ckpt", "sharded"]
 
 
 @pytest.mark.parametrize("save_async", [False, True])

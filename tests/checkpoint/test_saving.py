@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 import zoo
-from fitting import QUIET, MegaTrainStrategy, fit, loader, stock
+from fitting import FORMATS, QUIET, SCHEDULES, MegaTrainStrategy, fit, loader, stock
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -23,8 +23,6 @@ from lightning_megatrain.checkpoint import saver as saver_module
 from lightning_megatrain.checkpoint.sharded import read_sharded
 from lightning_megatrain.update.worker import Worker
 
-FORMATS = ["ckpt", "sharded"]
-SCHEDULES = ["blocking", "next_forward", "in_backward"]
 make = partial(zoo.Encoder, layers=2, log_norm=False)
 
 

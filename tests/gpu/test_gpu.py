@@ -12,7 +12,7 @@ import pytest
 import torch
 import zoo
 from bf16_reference import StepReference
-from fitting import QUIET, MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, fit, loader
+from fitting import QUIET, SCHEDULES, MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, fit, loader
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from rss_probe import Stack
 from writing import UNITS, Rewards, Validated, WritesWithin
@@ -31,8 +31,6 @@ from lightning_megatrain.update.updater import Updater
 from lightning_megatrain.update.worker import Worker
 
 pytestmark = pytest.mark.gpu
-
-SCHEDULES = ["blocking", "next_forward", "in_backward"]
 
 
 def run(
@@ -310,7 +308,7 @@ def note_taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return taken
 
 
-@pytest.mark.parametrize("update", ["blocking", "next_forward", "in_backward"])
+@pytest.mark.parametrize("update", SCHEDULES)
 def test_updates_on_the_device_give_the_hosts_bits(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = {"trainer": {} if update == "in_backward" else {"gradient_clip_val": 0.3}}
     make = partial(zoo.Llama, log_norm=False)

@@ -8,7 +8,16 @@ import lightning as L
 import pytest
 import torch
 import zoo
-from fitting import QUIET, MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, fit, loader
+from fitting import (
+    FORMATS,
+    QUIET,
+    SCHEDULES,
+    MegaTrainStrategy,
+    assert_same_bits,
+    assert_same_optimizer_bits,
+    fit,
+    loader,
+)
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from resuming import Plain, Steps, assert_same_end, resumed_run, write_slowly
@@ -19,8 +28,6 @@ from lightning_megatrain.checkpoint.sharded import read_sharded
 
 pytestmark = pytest.mark.gpu
 
-SCHEDULES = ["blocking", "next_forward", "in_backward"]
-FORMATS = ["ckpt", "sharded"]
 GPU: dict[str, Any] = {"accelerator": "gpu", "deterministic": "warn"}
 
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 import zoo
 from bf16_reference import StepReference
-from fitting import MegaTrainStrategy, fit
+from fitting import SCHEDULES, MegaTrainStrategy, fit
 
 from lightning_megatrain.update.updater import Updater
 
 NAMES = [n for n in zoo.ALL if n != "odd"]
 
 
-@pytest.mark.parametrize("update", ["blocking", "next_forward", "in_backward"])
+@pytest.mark.parametrize("update", SCHEDULES)
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_mixed(name: str, update: str) -> None:
     reference = StepReference()

@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 import zoo
-from fitting import QUIET, MegaTrainStrategy, assert_same_bits, fit, loader, stock
+from fitting import QUIET, SCHEDULES, MegaTrainStrategy, assert_same_bits, fit, loader, stock
 from torch import Tensor, nn
 
 from lightning_megatrain.stream.engine import Engine
@@ -42,7 +42,7 @@ def test_module_is_ordinary_after_fit(name: str, precision: str) -> None:
     assert_ordinary(module, zoo.ALL[name]())
 
 
-@pytest.mark.parametrize("update", ["blocking", "next_forward", "in_backward"])
+@pytest.mark.parametrize("update", SCHEDULES)
 def test_device_memory_is_free_when_the_run_is_over(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, and not when Python collects cycles: what follows in the process may need it."""
     made = []
@@ -144,7 +144,7 @@ class Meddler(L.Callback):
         self.seen.append(torch.cat([v.flatten() for v in pl_module.state_dict().values()]).clone())
 
 
-@pytest.mark.parametrize("update", ["blocking", "next_forward", "in_backward"])
+@pytest.mark.parametrize("update", SCHEDULES)
 def test_callbacks_meet_the_true_weights(update: str) -> None:
     mine, theirs = Meddler(), Meddler()
     make = partial(zoo.Encoder, log_norm=False)
@@ -179,7 +179,7 @@ class Skipping(zoo.Encoder):
         return None if batch_idx % 3 == 1 else loss
 
 
-@pytest.mark.parametrize("update", ["blocking", "next_forward", "in_backward"])
+@pytest.mark.parametrize("update", SCHEDULES)
 def test_training_step_returning_none(update: str) -> None:
     make = partial(Skipping, log_norm=False)
     a, _ = fit(make, stock())
@@ -261,7 +261,7 @@ def _fail(*args: Any) -> None:
     raise ZeroDivisionError("planted")
 
 
-@pytest.mark.parametrize("update", ["blocking", "next_forward", "in_backward"])
+@pytest.mark.parametrize("update", SCHEDULES)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_error_in_a_unit_surfaces_and_leaves_an_ordinary_module(where: str, update: str) -> None:
     L.seed_everything(1, verbose=False)

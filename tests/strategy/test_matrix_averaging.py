@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 import zoo
-from fitting import MegaTrainStrategy, loader
+from fitting import SCHEDULES, MegaTrainStrategy, loader
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
@@ -21,7 +21,6 @@ from lightning.pytorch.callbacks import (
 from matrix import (
     BF16,
     EAGER,
-    SCHEDULES,
     SMALL,
     Encoder,
     Outcome,

@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 import zoo
-from fitting import loader, stock
+from fitting import SCHEDULES, loader, stock
 from lightning.pytorch.callbacks import (
     DeviceStatsMonitor,
     EarlyStopping,
@@ -27,7 +27,6 @@ from matrix import (
     BF16,
     COLLECTING,
     EAGER,
-    SCHEDULES,
     SMALL,
     Encoder,
     Outcome,

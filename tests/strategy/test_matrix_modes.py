@@ -6,13 +6,12 @@ from typing import Any
 import lightning as L
 import pytest
 import zoo
-from fitting import loader
+from fitting import SCHEDULES, loader
 from lightning.pytorch.callbacks import Timer
 from matrix import (
     BF16,
     COLLECTING,
     EAGER,
-    SCHEDULES,
     SMALL,
     Encoder,
     Outcome,

@@ -5,11 +5,10 @@ from typing import Any
 import lightning as L
 import pytest
 import zoo
-from fitting import MegaTrainStrategy, loader
+from fitting import SCHEDULES, MegaTrainStrategy, loader
 from matrix import (
     BF16,
     EAGER,
-    SCHEDULES,
     SMALL,
     Encoder,
     Outcome,

@@ -9,14 +9,13 @@ import lightning as L
 import pytest
 import torch
 import zoo
-from fitting import MegaTrainStrategy, loader
+from fitting import SCHEDULES, MegaTrainStrategy, loader
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from matrix import (
     BF16,
     COLLECTING,
     EAGER,
-    SCHEDULES,
     SMALL,
     Outcome,
     Scenario,

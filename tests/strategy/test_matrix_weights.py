@@ -7,11 +7,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from fitting import MegaTrainStrategy, loader
+from fitting import SCHEDULES, MegaTrainStrategy, loader
 from lightning.pytorch.callbacks import LambdaCallback
 from matrix import (
     BF16,
-    SCHEDULES,
     Encoder,
     Outcome,
     Scenario,

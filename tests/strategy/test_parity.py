@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import zoo
-from fitting import MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, fit, stock
+from fitting import SCHEDULES, MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, fit, stock
 
 
 def compare(make: Any, arguments: dict[str, Any] | None = None, **strategy: Any) -> MegaTrainStrategy:
@@ -37,7 +37,7 @@ def test_in_backward(name: str) -> None:
     assert mine.seen_schedule == "in_backward"
 
 
-@pytest.mark.parametrize("update", ["blocking", "next_forward", "in_backward"])
+@pytest.mark.parametrize("update", SCHEDULES)
 @pytest.mark.parametrize(
     ("optimizer", "hyper"),
     [
@@ -94,7 +94,7 @@ class OnlyEmbedding(zoo.Encoder):
         self.head.requires_grad_(False)
 
 
-@pytest.mark.parametrize("update", ["blocking", "next_forward", "in_backward"])
+@pytest.mark.parametrize("update", SCHEDULES)
 @pytest.mark.parametrize("make", [OnlyHead, OnlyEmbedding])
 def test_only_residents_train(make: Any, update: str) -> None:
     compare(partial(make, log_norm=False), {"max_steps": 4}, update=update)

@@ -8,10 +8,18 @@ import lightning as L
 import pytest
 import torch
 import zoo
-from fitting import QUIET, MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, fit, loader, stock
+from fitting import (
+    FORMATS,
+    QUIET,
+    SCHEDULES,
+    MegaTrainStrategy,
+    assert_same_bits,
+    assert_same_optimizer_bits,
+    fit,
+    loader,
+    stock,
+)
 from peft import LoraConfig, get_peft_model
-
-SCHEDULES = ["blocking", "next_forward", "in_backward"]
 
 
 class Lora(zoo.Llama):
@@ -69,7 +77,7 @@ def test_frozen_weights_cost_no_gradients_and_no_moments(update: str) -> None:
     assert all(g.layout.trainable_numel < g.layout.numel / 2 for g in watch.units)
 
 
-@pytest.mark.parametrize("checkpoint_format", ["ckpt", "sharded"])
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_only_adapters_are_saved_and_the_run_resumes(checkpoint_format: str, tmp_path: Path) -> None:
     make = partial(Lora, scheduler=True)
 

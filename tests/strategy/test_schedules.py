@@ -11,7 +11,16 @@ import lightning as L
 import pytest
 import torch
 import zoo
-from fitting import QUIET, MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, fit, loader, stock
+from fitting import (
+    QUIET,
+    SCHEDULES,
+    MegaTrainStrategy,
+    assert_same_bits,
+    assert_same_optimizer_bits,
+    fit,
+    loader,
+    stock,
+)
 from torch import Tensor
 
 from lightning_megatrain.fence import Fence
@@ -19,8 +28,6 @@ from lightning_megatrain.update import kernel
 from lightning_megatrain.update.optimizers import AdamUpdate, GroupUpdate
 from lightning_megatrain.update.updater import NonFiniteGradientError, Updater
 from lightning_megatrain.update.worker import Worker
-
-SCHEDULES = ["blocking", "next_forward", "in_backward"]
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])

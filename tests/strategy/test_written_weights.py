@@ -8,14 +8,13 @@ import lightning as L
 import pytest
 import torch
 import zoo
-from fitting import QUIET, MegaTrainStrategy, assert_same_bits, fit, loader, stock
+from fitting import QUIET, SCHEDULES, MegaTrainStrategy, assert_same_bits, fit, loader, stock
 from torch import Tensor, nn
 from writing import WritesWithin
 
 from lightning_megatrain.stream.engine import Engine
 from lightning_megatrain.update.updater import Updater
 
-SCHEDULES = ["blocking", "next_forward", "in_backward"]
 make = partial(zoo.Encoder, layers=2, log_norm=False)
 
 

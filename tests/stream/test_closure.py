@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 import zoo
-from fitting import MegaTrainStrategy, assert_same_bits, fit, stock
+from fitting import SCHEDULES, MegaTrainStrategy, assert_same_bits, fit, stock
 from torch import Tensor, nn
 
 
@@ -80,7 +80,7 @@ class Hooked(Plain):
         return loss + sum(k.square().mean() for k in kept)
 
 
-@pytest.mark.parametrize("update", ["blocking", "next_forward", "in_backward"])
+@pytest.mark.parametrize("update", SCHEDULES)
 @pytest.mark.parametrize("make", [Auxiliary, Hooked])
 def test_a_tensor_that_leaves_by_a_side_door(make: Any, update: str) -> None:
     with pytest.raises(RuntimeError, match=r"made inside unit 'blocks.\d' reached the loss by another way"):
@@ -302,7 +302,7 @@ class LateHead(Plain):
         self.head.requires_grad_(batch_idx > 1)
 
 
-@pytest.mark.parametrize("update", ["blocking", "next_forward", "in_backward"])
+@pytest.mark.parametrize("update", SCHEDULES)
 def test_a_resident_parameter_unfrozen_between_steps(update: str) -> None:
     a, _ = fit(LateHead, stock())
     b, _ = fit(LateHead, MegaTrainStrategy(update=update))

@@ -10,7 +10,16 @@ import pytest
 import torch
 import zoo
 from devices import Room
-from fitting import QUIET, MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, fit, loader, stock
+from fitting import (
+    QUIET,
+    SCHEDULES,
+    MegaTrainStrategy,
+    assert_same_bits,
+    assert_same_optimizer_bits,
+    fit,
+    loader,
+    stock,
+)
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -21,8 +30,6 @@ from lightning_megatrain.stream.budget import Budget
 from lightning_megatrain.stream.share import DeviceShare
 from lightning_megatrain.stream.streams import HostStreams
 from lightning_megatrain.update.optimizers import AdamUpdate
-
-SCHEDULES = ["blocking", "next_forward", "in_backward"]
 
 
 @pytest.fixture
