@@ -1,7 +1,8 @@
 """Running small fits and comparing what they leave."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -69,6 +70,15 @@ def fit(
     L.seed_everything(2, verbose=False)
     trainer.fit(module, loader(samples, batch_size))
     return module, trainer
+
+
+@contextmanager
+def under(what: object) -> Iterator[None]:
+    """Tells under which of several settings something failed."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"under {what}: {type(error).__name__}: {error}") from error
 
 
 def assert_same_bits(a: Zoo, b: Zoo) -> None:

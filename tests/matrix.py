@@ -14,7 +14,16 @@ from unittest import mock
 import lightning as L
 import torch
 import zoo
-from fitting import QUIET, SCHEDULES, MegaTrainStrategy, assert_same_bits, assert_same_optimizer_bits, loader, stock
+from fitting import (
+    QUIET,
+    SCHEDULES,
+    MegaTrainStrategy,
+    assert_same_bits,
+    assert_same_optimizer_bits,
+    loader,
+    stock,
+    under,
+)
 from torch import Tensor
 
 from lightning_megatrain.update.worker import Worker
@@ -87,12 +96,17 @@ def play(scenario: Scenario, strategy: Any, precision: str = "32-true") -> Outco
         return scenario(Stage(strategy, precision, Path(directory)))
 
 
-def assert_like_stock(scenario: Scenario, update: str = "auto") -> tuple[Outcome, Outcome]:
-    """In fp32 the scenario leaves the same bits under the stock strategy and under this one."""
-    theirs = play(scenario, stock())
-    mine = play(scenario, MegaTrainStrategy(update=update))
-    assert_same_outcome(theirs, mine)
-    return theirs, mine
+def assert_like_stock(scenario: Scenario, *updates: str) -> list[Outcome]:
+    """In fp32 the scenario leaves the same bits under the stock strategy, played once, and under this one's schedules.
+
+    Without schedules it is ``auto``. Returns what each left.
+    """
+    theirs, outcomes = play(scenario, stock()), []
+    for update in updates or ("auto",):
+        with under(update):
+            outcomes.append(play(scenario, MegaTrainStrategy(update=update)))
+            assert_same_outcome(theirs, outcomes[-1])
+    return outcomes
 
 
 def assert_schedules_agree(
@@ -100,9 +114,11 @@ def assert_schedules_agree(
 ) -> Outcome:
     """The scenario leaves the bits of ``blocking`` under every other schedule, and has trained."""
     assert updates[0] == "blocking"
-    outcomes = [play(scenario, MegaTrainStrategy(update=update), precision) for update in updates]
-    for other in outcomes[1:]:
-        assert_same_outcome(outcomes[0], other)
+    outcomes = []
+    for update in updates:
+        with under(update):
+            outcomes.append(play(scenario, MegaTrainStrategy(update=update), precision))
+            assert_same_outcome(outcomes[0], outcomes[-1])
     module = outcomes[0].module
     assert all(torch.isfinite(p).all() for p in module.parameters())
     assert not learns or module.losses[-1] < module.losses[0]

@@ -44,11 +44,10 @@ def outputs_of(outcome: Outcome) -> list[Any]:
     return next(c.seen for c in outcome.trainer.callbacks if isinstance(c, Outputs))
 
 
-@pytest.mark.parametrize("update", SCHEDULES)
-def test_training_step_that_returns_a_dict(update: str) -> None:
+def test_training_step_that_returns_a_dict() -> None:
     make = partial(ReturnsDict, **SMALL)
-    _, mine = assert_like_stock(fitting(make, callbacks=lambda m: [Outputs()], facts=outputs_of), update)
-    assert [o["index"] for o in mine.facts] == [0, 1, 2] * 2
+    for mine in assert_like_stock(fitting(make, callbacks=lambda m: [Outputs()], facts=outputs_of), *SCHEDULES):
+        assert [o["index"] for o in mine.facts] == [0, 1, 2] * 2
 
 
 class SometimesNone(zoo.Encoder):
@@ -57,11 +56,10 @@ class SometimesNone(zoo.Encoder):
         return None if batch_idx in (0, 3) else loss
 
 
-@pytest.mark.parametrize("update", COLLECTING)
 @pytest.mark.parametrize("batches", [2, 3])
-def test_steps_without_a_loss_among_accumulated_ones(batches: int, update: str) -> None:
+def test_steps_without_a_loss_among_accumulated_ones(batches: int) -> None:
     make = partial(SometimesNone, scheduler=True)
-    assert_like_stock(fitting(make, accumulate_grad_batches=batches, gradient_clip_val=0.5, samples=20), update)
+    assert_like_stock(fitting(make, accumulate_grad_batches=batches, gradient_clip_val=0.5, samples=20), *COLLECTING)
 
 
 @pytest.mark.parametrize("precision", BF16)
@@ -102,10 +100,9 @@ class ManyLoaders(zoo.Tied):
         return self.loss(batch)
 
 
-@pytest.mark.parametrize("update", SCHEDULES)
-def test_all_modes_with_several_loaders(update: str) -> None:
-    _, mine = assert_like_stock(journey(partial(ManyLoaders, **SMALL, scheduler=True)), update)
-    assert {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"} <= mine.facts[1].keys()
+def test_all_modes_with_several_loaders() -> None:
+    for mine in assert_like_stock(journey(partial(ManyLoaders, **SMALL, scheduler=True)), *SCHEDULES):
+        assert {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"} <= mine.facts[1].keys()
 
 
 @pytest.mark.parametrize("precision", BF16)
@@ -154,7 +151,6 @@ class Stops(zoo.Encoder):
             self.trainer.should_stop = True
 
 
-@pytest.mark.parametrize("update", EAGER)
 @pytest.mark.parametrize(
     ("where", "arguments", "steps"),
     [
@@ -164,14 +160,13 @@ class Stops(zoo.Encoder):
         ("validation", {"val_check_interval": 2}, 2),
     ],
 )
-def test_early_exit(where: str, arguments: dict[str, Any], steps: int, update: str) -> None:
-    _, mine = assert_like_stock(fitting(partial(Stops, where), samples=20, **arguments), update)
-    assert mine.trainer.global_step == steps
+def test_early_exit(where: str, arguments: dict[str, Any], steps: int) -> None:
+    for mine in assert_like_stock(fitting(partial(Stops, where), samples=20, **arguments), *EAGER):
+        assert mine.trainer.global_step == steps
 
 
-@pytest.mark.parametrize("update", EAGER)
 @pytest.mark.parametrize("how", ["max_time", "callback"])
-def test_time_runs_out(how: str, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_runs_out(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that counts a second whenever it is asked."""
 
     def tick(self: Timer, stage: str = "train") -> float:
@@ -181,8 +176,8 @@ def test_time_runs_out(how: str, update: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Timer, "time_elapsed", tick)
     limit = {"max_time": "00:00:00:05"} if how == "max_time" else {}
     callbacks: Any = (lambda m: [Timer(duration={"seconds": 5}, verbose=False)]) if how == "callback" else lambda m: []
-    _, mine = assert_like_stock(fitting(Encoder, callbacks=callbacks, **limit), update)
-    assert mine.trainer.global_step == 4  # the first question comes before the first step
+    for mine in assert_like_stock(fitting(Encoder, callbacks=callbacks, **limit), *EAGER):
+        assert mine.trainer.global_step == 4  # the first question comes before the first step
 
 
 class Interrupts(L.Callback):
@@ -191,8 +186,7 @@ class Interrupts(L.Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("update", EAGER)
-def test_keyboard_interrupt_keeps_what_was_trained(update: str) -> None:
+def test_keyboard_interrupt_keeps_what_was_trained() -> None:
     def scenario(stage: Stage) -> Outcome:
         module = Encoder()
         trainer = stage.trainer(callbacks=[Interrupts()])
@@ -200,5 +194,5 @@ def test_keyboard_interrupt_keeps_what_was_trained(update: str) -> None:
             trainer.fit(module, loader(20))
         return Outcome(module, trainer, trainer.interrupted)
 
-    _, mine = assert_like_stock(scenario, update)
-    assert mine.trainer.global_step == 3
+    for mine in assert_like_stock(scenario, *EAGER):
+        assert mine.trainer.global_step == 3
