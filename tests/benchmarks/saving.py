@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import psutil
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
@@ -31,7 +32,7 @@ from lightning_megatrain.recipes.random_weights import fill_weights, without_wei
 
 
 def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    return psutil.Process().memory_info().rss
 
 
 class Peak:

@@ -3,8 +3,6 @@
 import argparse
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from collections import OrderedDict
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 import zoo
 from fitting import FORMATS, MegaTrainStrategy, assert_same_optimizer_bits, fit, loader, stock
 from matrix import assert_equal
+from probing import run_probe
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -362,10 +361,4 @@ def test_memory_stays_far_below_the_model(tmp_path: Path, source: str, to: str) 
         convert(large, to=to, shard_size="32MiB")
         print(status("VmHWM") - before)
     """
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), str(tmp_path), source, to],
-        capture_output=True, text=True, check=False, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 80 * 2**20
+    assert run_probe("-c", textwrap.dedent(code), tmp_path, source, to) < 80 * 2**20

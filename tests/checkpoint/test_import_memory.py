@@ -1,14 +1,11 @@
 """Resident memory while a pretrained model moves from its files into the store."""
 
-import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from probing import run_probe
 
 PROBE = Path(__file__).with_name("import_probe.py")
 SLACK = 64 * 2**20
@@ -25,15 +22,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("store_format", ["split", "bf16"])
 def test_a_gigabyte_is_in_memory_once(folder: Path, store_format: str) -> None:
-    environment = {
-        **os.environ,
-        "MALLOC_MMAP_THRESHOLD_": str(1 << 20),  # a real model's tensors are all that large
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(PROBE.parents[1]), os.environ.get("PYTHONPATH")])),
-    }
-    command = [sys.executable, "-W", "ignore", str(PROBE), str(folder), "--format", store_format]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = run_probe(PROBE, folder, "--format", store_format)
     print(result)
     assert result["file"] > 0.95e9
     assert result["store"] == pytest.approx({"split": 2, "bf16": 1}[store_format] * result["file"], rel=0.01)

@@ -1,16 +1,12 @@
 """Resident memory while checkpoints are saved and loaded."""
 
-import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fitting import FORMATS
+from probing import run_probe
 
 from lightning_megatrain.checkpoint.lazy import PART_BYTES
 
@@ -19,20 +15,6 @@ IN_HAND = 3 * PART_BYTES
 """While a part is loaded there are its bytes as they lie in the file, the tensor made of them, and its copy."""
 SLACK = 16 * 2**20
 """What the C library and Python take for small things."""
-
-
-def probe(*arguments: str) -> Any:
-    # A real model's tensors are too large for the C library's heap and are given back when freed; not all are here.
-    environment = {
-        **os.environ,
-        "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(PROBE.parents[1]), os.environ.get("PYTHONPATH")])),
-    }
-    done = subprocess.run(
-        [sys.executable, str(PROBE), *arguments], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture
@@ -47,7 +29,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_saving_and_loading_a_gigabyte(folder: Path, checkpoint_format: str, precision: str, save_async: bool) -> None:
     flags = ["--save-async"] if save_async else []
-    result = probe("once", str(folder), "--format", checkpoint_format, "--precision", precision, *flags)
+    result = run_probe(PROBE, "once", folder, "--format", checkpoint_format, "--precision", precision, *flags)
     print(result)
     saved, loaded = result["saved"], result["loaded"]
     assert 12 * saved["parameters"] > 1e9
@@ -66,7 +48,7 @@ def test_saving_and_loading_a_gigabyte(folder: Path, checkpoint_format: str, pre
 @pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_twenty_saves_leave_resident_memory_flat(folder: Path, checkpoint_format: str) -> None:
     """One tensor of a block left behind by each save would be three times the limit."""
-    for mode, resident in probe("often", str(folder), "--format", checkpoint_format).items():
+    for mode, resident in run_probe(PROBE, "often", folder, "--format", checkpoint_format).items():
         print(mode, [round(r / 1e6) for r in resident])
         assert len(resident) == 20
         assert resident[-1] - resident[2] < 20e6, (mode, resident)
