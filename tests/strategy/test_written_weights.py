@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 import zoo
-from fitting import QUIET, SCHEDULES, MegaTrainStrategy, assert_same_bits, fit, loader, stock
+from fitting import QUIET, SCHEDULES, MegaTrainStrategy, assert_same_bits, fit, loader, stock, under
 from torch import Tensor, nn
 from writing import WritesWithin
 
@@ -69,12 +69,13 @@ def clamp_data(module: zoo.Zoo, kept: dict[str, Any]) -> None:
 ACTS = [exchange_and_put_back, leave_exchanged, swap, transpose, clamp_data]
 
 
-@pytest.mark.parametrize("update", SCHEDULES)
 @pytest.mark.parametrize("act", ACTS)
-def test_between_steps(act: Any, update: str) -> None:
+def test_between_steps(act: Any) -> None:
     a, _ = fit(make, stock(), callbacks=[Between(act)], max_steps=8)
-    b, _ = fit(make, MegaTrainStrategy(update=update), callbacks=[Between(act)], max_steps=8)
-    assert_same_bits(a, b)
+    for update in SCHEDULES:
+        with under(update):
+            b, _ = fit(make, MegaTrainStrategy(update=update), callbacks=[Between(act)], max_steps=8)
+            assert_same_bits(a, b)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -180,29 +181,22 @@ class Renormed(zoo.Encoder):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("update", SCHEDULES)
-def test_within_an_automatic_step(update: str) -> None:
-    a, _ = fit(Renormed, stock(), max_steps=6)
-    b, _ = fit(Renormed, MegaTrainStrategy(update=update), max_steps=6)
-    assert_same_bits(a, b)
-
-
-@pytest.mark.parametrize("update", SCHEDULES)
-def test_within_an_automatic_step_with_updates_done_before_it_ends(
-    update: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the forward wrote is there before an update begins, however early that is."""
+@pytest.mark.parametrize("early", [False, True])
+def test_within_an_automatic_step(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the forward wrote is there before an update begins, even if that is done before the step ends."""
     end_step = Engine.end_step
 
     def late(engine: Engine) -> None:
-        if engine.sink is not None:
+        if early and engine.sink is not None:
             engine.sink.drain()
         end_step(engine)
 
-    a, _ = fit(Renormed, stock(), max_steps=6)
     monkeypatch.setattr(Engine, "end_step", late)
-    b, _ = fit(Renormed, MegaTrainStrategy(update=update), max_steps=6)
-    assert_same_bits(a, b)
+    a, _ = fit(Renormed, stock(), max_steps=6)
+    for update in SCHEDULES:
+        with under(update):
+            b, _ = fit(Renormed, MegaTrainStrategy(update=update), max_steps=6)
+            assert_same_bits(a, b)
 
 
 @pytest.mark.parametrize("update", ["blocking", "in_backward"])
