@@ -537,14 +537,14 @@ def test_no_more_is_taken_when_it_does_not_help(shared: dict[str, Any], monkeypa
     """What steps wait for may be something that moving groups does not shorten."""
     shared["part"] = 0.3
     monkeypatch.setattr(DeviceShare, "_last_step", lambda self: (1.0, 0.3, 1.0))
-    make = partial(zoo.Encoder, layers=9, log_norm=False)
+    make = partial(zoo.Encoder, layers=6, log_norm=False)
     fit(make, MegaTrainStrategy(update="blocking"), precision="bf16-mixed", max_steps=12)
     first = len(shared["held"])
     shared["held"].clear()
     waits = iter([(1.0, w, 1.0) for w in (0, 0, 0, 0.3, 0, 0, 0.2, 0, 0, 0.1, 0, 0)])
     monkeypatch.setattr(DeviceShare, "_last_step", lambda self: next(waits))
     fit(make, MegaTrainStrategy(update="blocking"), precision="bf16-mixed", max_steps=12)
-    assert 0 < first < len(shared["held"]) < 10
+    assert 0 < first < len(shared["held"]) < 7
 
 
 @pytest.mark.parametrize("update", SCHEDULES)
@@ -557,7 +557,7 @@ def test_groups_go_home_if_steps_took_longer_with_them(
     )
     steps = iter([(step, waited, 1.0) for step, waited in seconds])
     monkeypatch.setattr(DeviceShare, "_last_step", lambda self: next(steps))
-    make = partial(zoo.Encoder, layers=9, log_norm=False)
+    make = partial(zoo.Encoder, layers=6, log_norm=False)
     strategies = MegaTrainStrategy(update=update, device_update="never"), MegaTrainStrategy(update=update)
     held: list[int | None] = []
 
