@@ -369,7 +369,7 @@ def test_a_step_that_fails_on_the_device_is_not_saved(
 
     monkeypatch.setattr(AdamUpdate, "_run", failing)
     rescue = Rescue(tmp_path)
-    with pytest.raises(torch.OutOfMemoryError, match="planted|ran out"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"planted|ran out"):
         fit(
             partial(zoo.Encoder, layers=3, log_norm=False),
             MegaTrainStrategy(update=update),
