@@ -17,7 +17,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatrain.checkpoint.files import is_local, recover, remove_leftovers, written_whole
+from lightning_megatrain.checkpoint.files import (
+    is_local,
+    recover,
+    remove_leftovers,
+    require_replaceable,
+    written_whole,
+)
 from lightning_megatrain.checkpoint.lazy import (
     LazyTensor,
     SplitSource,
@@ -36,7 +42,7 @@ from lightning_megatrain.checkpoint.loading import (
 )
 from lightning_megatrain.checkpoint.rng import random_state, set_random_state
 from lightning_megatrain.checkpoint.saver import Saver
-from lightning_megatrain.checkpoint.sharded import is_sharded, read_sharded, write_sharded
+from lightning_megatrain.checkpoint.sharded import FILES, is_sharded, read_sharded, write_sharded
 from lightning_megatrain.checkpoint.single import parts_of, read_single, write_single
 from lightning_megatrain.fence import who_may_write
 from lightning_megatrain.memory.host import format_bytes
@@ -156,7 +162,8 @@ class Checkpoints:
             order: rank of each group: those with lower ones are wanted back first.
 
         Raises:
-            ValueError: a sharded checkpoint was asked for on a file system that is not local.
+            ValueError: a sharded checkpoint was asked for on a file system that is not local, or the path is a folder
+                that holds something else.
             BaseException: an error of the save before this one, after this one was begun.
         """
         failed = self.saver.join()
@@ -189,6 +196,7 @@ class Checkpoints:
                 write_single(checkpoint, file)
             return
         target = Path(path).absolute()
+        require_replaceable(target, FILES, hint="another path for the checkpoint")
         ranks: dict[int, int] = {}
         if not self._beside:
             _write(checkpoint, target, sharded=sharded, ranks=ranks)

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_megatrain.checkpoint.files import is_local, written_whole
+from lightning_megatrain.checkpoint.files import is_local, require_replaceable, written_whole
 from lightning_megatrain.checkpoint.hub import INDEX_FILE
 from lightning_megatrain.checkpoint.lazy import memory_of, tensors_in
-from lightning_megatrain.checkpoint.sharded import is_sharded, read_sharded, write_sharded
+from lightning_megatrain.checkpoint.sharded import FILES, is_sharded, read_sharded, write_sharded
 from lightning_megatrain.checkpoint.single import parts_of, read_single, write_single
 from lightning_megatrain.checkpoint.weights import DtypeName, dotted, without_prefix, without_ties, write_weights
 from lightning_megatrain.memory.host import parse_bytes
@@ -25,7 +25,7 @@ Format = Literal["ckpt", "sharded", "safetensors"]
 SUFFIXES: dict[str, str] = {"ckpt": "-single.ckpt", "sharded": "-sharded.ckpt", "safetensors": "-safetensors"}
 """What follows the checkpoint's name, without its ``.ckpt``, where no ``out`` is given."""
 
-EXPORTED = (r"\.metadata", r"meta\.pt", r".*\.distcp", r"model(-\d+-of-\d+)?\.safetensors", re.escape(INDEX_FILE))
+EXPORTED = (*FILES, r"model(-\d+-of-\d+)?\.safetensors", re.escape(INDEX_FILE))
 """Names of files that an export writes, as patterns."""
 
 
@@ -181,13 +181,7 @@ def check_target(target: Path, source: Path, *, overwrite: bool, replaceable: Se
         return
     if not overwrite:
         raise ValueError(f"{target} exists already; set overwrite=true to replace it, or another out.")
-    if target.is_dir():
-        others = sorted(p.name for p in target.iterdir() if not any(re.fullmatch(e, p.name) for e in replaceable))
-        if others:
-            raise ValueError(
-                f"{target} would be replaced and holds {others[0]!r}, which no export wrote; move that, or set another "
-                "out."
-            )
+    require_replaceable(target, replaceable, hint="another out")
 
 
 # Reading

@@ -4,11 +4,13 @@ import contextlib
 import ctypes
 import errno
 import functools
+import hashlib
 import itertools
 import os
 import platform
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lightning_megatrain.memory.progress import working
@@ -20,6 +22,27 @@ _counter = itertools.count()
 def is_local(path: str | os.PathLike[str]) -> bool:
     """Whether a path is one of the local file system and not a URL."""
     return "://" not in str(path)
+
+
+def require_replaceable(target: Path, names: Sequence[str], *, hint: str) -> None:
+    """Refuse to replace a folder with files of somebody else in it: a folder is replaced with all it holds.
+
+    Args:
+        target: what is to be replaced; anything but a folder may be.
+        names: names of files that the folder may hold, as patterns.
+        hint: what to set instead, as the end of a sentence.
+
+    Raises:
+        ValueError: names the first of the others.
+    """
+    if not target.is_dir():
+        return
+    others = sorted(entry.name for entry in target.iterdir() if not any(re.fullmatch(e, entry.name) for e in names))
+    if others:
+        raise ValueError(
+            f"{target} is a folder that would be replaced and holds {others[0]!r}, which would be lost; move that, or "
+            f"set {hint}."
+        )
 
 
 @contextlib.contextmanager
@@ -89,7 +112,8 @@ def recover(path: Path) -> None:
 
 
 def _replaced(path: Path) -> Path:
-    return path.parent / f"{path.name}.replaced"
+    """Where the old content waits for the new: a name found again after a kill, which nobody else gives a file."""
+    return path.parent / f".megatrain~{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:32]}.replaced"
 
 
 @functools.cache

@@ -7,6 +7,7 @@ Its files are named as those of Lightning's own sharded strategies: ``.metadata`
 import io
 import os
 import pickle
+import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -35,6 +36,9 @@ META_FILE = "meta.pt"
 """Everything that is no large tensor, as ``torch.save`` writes it."""
 
 _INDEX_FILE = ".metadata"
+
+FILES = (re.escape(_INDEX_FILE), re.escape(META_FILE), r".*\.distcp")
+"""Names of all files of such a folder, as patterns."""
 
 # There is one process, as torch guesses and warns. Once and for all: `catch_warnings` would be felt by other threads.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

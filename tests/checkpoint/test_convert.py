@@ -318,7 +318,7 @@ def test_neither_the_checkpoint_nor_other_files_are_overwritten(small: Path) -> 
             convert(sharded, to="safetensors", out=out, overwrite=True)
     done = convert(small, to="safetensors")
     (done.path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"holds 'config.json', which no export wrote"):
+    with pytest.raises(ValueError, match=r"holds 'config.json', which would be lost"):
         convert(small, to="safetensors", overwrite=True)
     assert read_single(small, weights_only=True)["state_dict"].keys() == {"model.w"}
 

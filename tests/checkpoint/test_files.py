@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from lightning_megatrain.checkpoint import files
-from lightning_megatrain.checkpoint.files import recover, remove_leftovers, remove_whole, written_whole
+from lightning_megatrain.checkpoint.files import (
+    recover,
+    remove_leftovers,
+    remove_whole,
+    require_replaceable,
+    written_whole,
+)
 
 
 def put(path: Path, kind: str, text: str) -> None:
@@ -140,4 +146,36 @@ def test_a_replacement_that_was_killed_is_finished_or_taken_back(
     remove_leftovers(tmp_path)
     recover(target)
     assert get(target) == ("old" if killed_after == "the old one was moved" else "new")
-    assert not (tmp_path / "x.ckpt.replaced").exists()
+    assert not list(tmp_path.glob("*.replaced"))
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_no_file_of_the_user_is_taken_for_ours(swaps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not swaps:
+        monkeypatch.setattr(files, "_exchange", lambda a, b: False)
+    target = tmp_path / ("x" * 250 + ".ckpt")  # the name in between must not be longer than names can be
+    theirs = [tmp_path / name for name in ("x.replaced", "x.ckpt.replaced", ".x.replaced", ".x.partial", "x.partial")]
+    for path in theirs:
+        put(path, "file", "theirs")
+    for kind in ("folder", "file"):
+        for path in (target, tmp_path / "x.ckpt", tmp_path / "x"):
+            recover(path)
+            with written_whole(path) as partial:
+                put(partial, kind, "ours")
+    assert [get(path) for path in theirs] == ["theirs"] * len(theirs)
+
+
+def test_a_folder_is_replaced_only_if_all_in_it_is_ours(tmp_path: Path) -> None:
+    names = (r"a", r".*\.b")
+    require_replaceable(tmp_path / "missing", names, hint="another")
+    put(tmp_path / "file", "file", "")
+    require_replaceable(tmp_path / "file", names, hint="another")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    require_replaceable(folder, names, hint="another")
+    for name in ("a", "x.b"):
+        put(folder / name, "file", "")
+    require_replaceable(folder, names, hint="another")
+    put(folder / "notes", "file", "")
+    with pytest.raises(ValueError, match=r"holds 'notes', which would be lost; move that, or set another\.$"):
+        require_replaceable(folder, names, hint="another")

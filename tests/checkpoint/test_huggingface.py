@@ -201,8 +201,8 @@ def test_a_checkpoint_of_something_else_is_refused(trained: Path, changes: Any, 
 
 def test_other_files_are_not_overwritten(trained: Path) -> None:
     done = export_huggingface(trained)
-    with pytest.raises(ValueError, match=r"holds 'config.json', which no export wrote"):
+    with pytest.raises(ValueError, match=r"holds 'config.json', which would be lost"):
         convert(trained, to="safetensors", out=done.path, overwrite=True)
     (done.path / "notes.md").write_text("mine")
-    with pytest.raises(ValueError, match=r"holds 'notes.md', which no export wrote"):
+    with pytest.raises(ValueError, match=r"holds 'notes.md', which would be lost"):
         export_huggingface(trained, overwrite=True)

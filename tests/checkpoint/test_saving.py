@@ -251,6 +251,32 @@ def test_other_file_systems(tmp_path: Path) -> None:
         fit(make, MegaTrainStrategy(checkpoint_format="sharded"), max_steps=1, callbacks=[Saves(url)])
 
 
+@pytest.mark.parametrize("save_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
+def test_a_folder_with_anything_else_in_it_is_not_replaced(
+    checkpoint_format: str, save_async: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "notes.txt").write_text("mine")
+    strategy = MegaTrainStrategy(checkpoint_format=checkpoint_format, save_async=save_async)
+    with pytest.raises(ValueError, match=r"runs is a folder .* holds 'deep', .*; move that, or set another path"):
+        fit(make, strategy, max_steps=1, callbacks=[Saves(folder)])
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == [
+        "runs", "runs/deep", "runs/deep/notes.txt",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("new", FORMATS)
+def test_a_checkpoint_replaces_one_of_either_format(new: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    for checkpoint_format in (*FORMATS, new):
+        fit(make, MegaTrainStrategy(checkpoint_format=checkpoint_format), max_steps=1, callbacks=[Saves(path)])
+        assert path.is_dir() == (checkpoint_format == "sharded")
+        assert read(path)["global_step"] == 1
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
 def test_large_checkpoints_are_folders_and_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
