@@ -28,11 +28,11 @@ from lightning_megatrain.cli.bench_measure import (
 )
 from lightning_megatrain.cli.bench_result import check_output, circumstances, finish
 from lightning_megatrain.cli.bench_table import step_tables, sweep_table
+from lightning_megatrain.cli.need import require_host_memory
 from lightning_megatrain.cli.values import check_values
-from lightning_megatrain.memory.host import available_host_bytes, format_bytes
 from lightning_megatrain.recipes.causal_lm import CausalLM
 from lightning_megatrain.recipes.flops import token_flops
-from lightning_megatrain.recipes.random_weights import fill_weights, weight_bytes, without_weights
+from lightning_megatrain.recipes.random_weights import fill_weights, without_weights
 from lightning_megatrain.strategy import MegaTrainStrategy
 
 USAGE = """\
@@ -171,6 +171,7 @@ class StepBench:
     def result(self) -> dict[str, Any]:
         """Measure the ceiling, if it is wanted, and then the strategy; one does not share memory with the other."""
         give_back(self.device)  # what an earlier run of a sweep has left
+        require_host_memory(self._model(), self.cfg, clips=bool(self.request.clip), accumulates=False)
         ceilings: Sequence[Measured | Shortage | None] = [None for _ in self.request.sizes]
         if self.request.ceiling:
             microbatch = self.cfg.strategy.microbatch
@@ -214,12 +215,6 @@ class StepBench:
 
     def _train(self) -> None:
         module = self._model()
-        needed, available = weight_bytes(module, self.dtype), available_host_bytes()
-        if needed > available:
-            raise UserError(
-                f"The weights alone need {format_bytes(needed)} of host memory, and {format_bytes(available)} are "
-                "available; set a smaller model=..., or ask `megatrain plan` what would fit."
-            )
         forget_host_peak()
         # A bf16 start halves what the host holds before the store takes over; a split master is fp32 all the same.
         fill_weights(module, torch.device("cpu"), self.dtype)

@@ -22,6 +22,7 @@ from lightning_megatrain.callbacks.throughput import Throughput
 from lightning_megatrain.checkpoint.files import is_local
 from lightning_megatrain.checkpoint.huggingface import export_huggingface
 from lightning_megatrain.cli.app import UserError, run_app
+from lightning_megatrain.cli.need import hollow_model, require_host_memory
 from lightning_megatrain.cli.report import TrainReport, print_sweep
 from lightning_megatrain.cli.values import check_values
 
@@ -52,6 +53,14 @@ def train(cfg: DictConfig) -> float:
     _quieten()
     if cfg.prepare is not None:
         instantiate(cfg.prepare)
+    hollow = hollow_model(cfg)
+    if hollow is not None:
+        require_host_memory(
+            hollow,
+            cfg,
+            clips=bool(cfg.trainer.get("gradient_clip_val")),
+            accumulates=cfg.trainer.get("accumulate_grad_batches", 1) > 1,
+        )
     L.seed_everything(cfg.seed, workers=True, verbose=False)
     data: L.LightningDataModule = instantiate(cfg.data)
     module: L.LightningModule = instantiate(cfg.model, **_plain(cfg.optim))

@@ -25,13 +25,22 @@ def parse_bytes(text: str | int | float, *, total: int | None = None) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def format_bytes(count: int | float) -> str:
-    """``count`` bytes for people: ``'12.3 GiB'``."""
+def format_bytes(count: int | float, *, digits: int = 1) -> str:
+    """``count`` bytes for people: ``'12.3 GiB'``, with so many digits behind the point and one more for TiB."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.{digits}f} {unit}"
         count /= 1024
-    return f"{count:.2f} TiB"
+    return f"{count:.{digits + 1}f} TiB"
+
+
+def format_apart(a: int, b: int) -> tuple[str, str]:
+    """Two counts of bytes for people, with as many digits as it takes to see which one is larger."""
+    for digits in range(1, 12):
+        texts = format_bytes(a, digits=digits), format_bytes(b, digits=digits)
+        if a == b or texts[0] != texts[1]:
+            return texts
+    return f"{a} bytes", f"{b} bytes"
 
 
 def available_host_bytes() -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_megatrain.memory.host import format_bytes
+from lightning_megatrain.memory.host import format_apart, format_bytes
 from lightning_megatrain.memory.layout import Group
 from lightning_megatrain.memory.store import StoreFormat
 
@@ -48,9 +48,11 @@ class Plan:
             RuntimeError: needed, available, the two largest items, and the hint.
         """
         if self.host_bytes > available:
+            needed, free = format_apart(self.host_bytes, available)
+            what = "Training" if self.host_bytes > self.host["weights"] else "Holding"  # to evaluate it
             raise RuntimeError(
-                f"Training {self._size()} needs {format_bytes(self.host_bytes)} of host memory "
-                f"({_largest(self.host)}), but {format_bytes(available)} are available; {hint}."
+                f"{what} {self._size()} needs {needed} of host memory ({_largest(self.host)}), but {free} are "
+                f"available; {hint}."
             )
 
     def require_device(self, available: int) -> None:
@@ -63,10 +65,11 @@ class Plan:
             RuntimeError: needed, available, the two largest items, and what to set.
         """
         if self.device_bytes > available:
+            needed, free = format_apart(self.device_bytes, available)
             raise RuntimeError(
-                f"Streaming {self._size()} needs {format_bytes(self.device_bytes)} of device memory before activations "
-                f"({_largest(self.device)}), but {format_bytes(available)} are free; set a smaller prefetch, choose "
-                "smaller modules with units=..., or free the device."
+                f"Streaming {self._size()} needs {needed} of device memory before activations "
+                f"({_largest(self.device)}), but {free} are free; set a smaller prefetch, choose smaller modules with "
+                "units=..., or free the device."
             )
 
     def describe(self) -> str:
@@ -79,11 +82,14 @@ class Plan:
         )
 
     def _size(self) -> str:
-        return f"{self.parameters / 1e9:.3g} billion parameters"
+        for size, word in ((1e9, "billion"), (1e6, "million")):
+            if self.parameters >= size:
+                return f"{self.parameters / size:.3g} {word} parameters"
+        return f"{self.parameters:,} parameters"
 
 
 def _largest(items: dict[str, int]) -> str:
-    largest = sorted(items.items(), key=lambda item: -item[1])[:2]
+    largest = [(name, size) for name, size in sorted(items.items(), key=lambda item: -item[1])[:2] if size]
     return " and ".join(f"{name} {format_bytes(size)}" for name, size in largest)
 
 

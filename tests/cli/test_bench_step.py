@@ -12,7 +12,7 @@ import torch
 from benchmarks import monitor, peers, plan, speed
 from benchmarks.plot import markdown, rows_of
 
-from lightning_megatrain.cli import bench_measure, bench_step
+from lightning_megatrain.cli import bench_measure, bench_step, need
 from lightning_megatrain.cli.bench_measure import RandomTokens, _slices
 from lightning_megatrain.cli.main import main
 from lightning_megatrain.recipes.ceiling import Ceiling
@@ -196,12 +196,19 @@ def test_wrong_values_are_named(capsys, wrong, named):
     assert "Traceback" not in error
 
 
-def test_weights_that_the_host_cannot_hold_are_refused_before_they_are_made(capsys, monkeypatch):
-    monkeypatch.setattr(bench_step, "available_host_bytes", lambda: 100)
+@pytest.mark.parametrize(("clip", "bytes_each"), [("null", 12), ("1.0", 16)])
+def test_a_training_that_the_host_cannot_hold_is_refused_before_weights_are_made(
+    capsys, monkeypatch, measured, clip, bytes_each
+):
+    parameters = measured("rows=1")["parameters"]
+    monkeypatch.setattr(need, "available_host_bytes", lambda: bytes_each * parameters - 1)
+    monkeypatch.setattr(bench_step, "measure_ceiling", lambda *_, **__: pytest.fail("measured"))
     monkeypatch.setattr(bench_step, "fill_weights", lambda *_: pytest.fail("filled"))
     with pytest.raises(SystemExit):
-        main(["bench", "step", *SMALL])
-    assert "100 bytes are available; set a smaller model" in capsys.readouterr().err
+        main(["bench", "step", *SMALL, f"clip={clip}", "ceiling=true"])
+    error = capsys.readouterr().err
+    assert "Training " in error
+    assert "are available; set a smaller model" in error
 
 
 def test_blocks_are_compiled_anew_only_where_they_meet_other_shapes():

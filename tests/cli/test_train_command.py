@@ -1,9 +1,12 @@
 """`megatrain train` as a person runs it: a process of its own, in a folder of its own."""
 
+import lightning as L
 import pytest
 import torch
 from run_log import metrics, val_losses
 
+from lightning_megatrain import session
+from lightning_megatrain.cli import need
 from lightning_megatrain.cli.main import main
 
 pytestmark = pytest.mark.timeout(240)
@@ -89,6 +92,61 @@ def test_what_is_wrong_is_said_without_a_traceback(tmp_path, monkeypatch, capsys
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def refused(capsys, *overrides):
+    """What is said when these are refused, which is one sentence."""
+    with pytest.raises(SystemExit) as stop:
+        main(["train", *TINY, *overrides])
+    assert stop.value.code == 1
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error
+
+
+def noting(make, made):
+    def make_and_note(*args, **kwargs):
+        made.append(make(*args, **kwargs))
+        return made[-1]
+
+    return make_and_note
+
+
+NEEDS = {
+    "updates in the backward": [],
+    "all gradients": ["trainer.gradient_clip_val=1", "precision=bf16_mixed"],
+    "summed gradients": [
+        "trainer.accumulate_grad_batches=2", "precision=bf16_mixed", "strategy.accumulate_dtype=float32",
+    ],
+    "bf16 moments": ["precision=bf16_true", "strategy.moments_dtype=bfloat16", "strategy.update=blocking"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", NEEDS.values(), ids=NEEDS)
+def test_what_the_host_cannot_hold_is_refused_before_weights_are_made(tmp_path, monkeypatch, capsys, overrides):
+    monkeypatch.chdir(tmp_path)
+    plans = []
+    for module in (need, session):
+        make_plan = module.make_plan
+        monkeypatch.setattr(
+            module, "make_plan", lambda *a, made=make_plan, **k: plans.append(made(*a, **k)) or plans[-1]
+        )
+    assert main(["train", *TINY, "trainer.max_steps=1", *overrides]) == 0
+    planned, trained = plans[0], max(plans[1:], key=lambda plan: plan.host_bytes)
+    assert planned == trained
+    monkeypatch.setattr(need, "available_host_bytes", lambda: trained.host_bytes - 1)
+    monkeypatch.setattr(L, "seed_everything", lambda *_, **__: pytest.fail("went on"))
+    error = refused(capsys, *overrides)
+    assert "Training " in error
+    assert "are available; set a smaller model=..., or ask `megatrain plan` what would fit." in error
+
+
+def test_the_stock_strategy_is_held_to_its_weights(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(need, "available_host_bytes", lambda: 100)
+    error = refused(capsys, "strategy=single_device")
+    assert "The weights alone need " in error
+    assert "100 bytes are available; set a smaller model" in error
 
 
 def test_the_traceback_is_there_on_request(megatrain):

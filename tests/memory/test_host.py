@@ -32,6 +32,20 @@ def test_sizes_for_people() -> None:
     assert host.format_bytes(1.5 * 2**40) == "1.50 TiB"
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "texts"),
+    [
+        (2**30, 3 * 2**30, ("1.0 GiB", "3.0 GiB")),
+        (2**30, 2**30, ("1.0 GiB", "1.0 GiB")),
+        (16 * 2**30, 16 * 2**30 - 2**20, ("16.000 GiB", "15.999 GiB")),
+        (2**41, 2**41 - 2**10, ("2.000000000 TiB", "1.999999999 TiB")),
+        (100, 99, ("100 bytes", "99 bytes")),
+    ],
+)
+def test_sizes_that_differ_print_apart(a: int, b: int, texts: tuple[str, str]) -> None:
+    assert host.format_apart(a, b) == texts
+
+
 def test_a_container_limit_counts(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")

@@ -71,3 +71,15 @@ def test_refusal_names_needed_available_items_and_what_to_set() -> None:
         match=r"1 billion .* needs 12\.0 GiB .*moments 8\.0 GiB and weights 4\.0 GiB.*2\.0 GiB.*buy more\.",
     ):
         plan.require_host(2 * 2**30, "buy more")
+
+
+def test_what_is_only_held_is_not_called_training_and_close_sizes_print_apart() -> None:
+    plan = Plan({"weights": 2**34, "moments": 0, "gradients": 0, "slabs": 0}, {"slots": 2**30}, 18_600)
+    with pytest.raises(
+        RuntimeError,
+        match=r"^Holding 18,600 parameters needs 16\.00 GiB of host memory \(weights 16\.0 GiB\), but 15\.99 GiB are",
+    ):
+        plan.require_host(2**34 - 2**23, "buy more")
+    with pytest.raises(RuntimeError, match=r"^Streaming 18,600 .* needs 1\.0 GiB .* 1023\.0 MiB are free"):
+        plan.require_device(2**30 - 2**20)
+    assert "18.6 million parameters" in Plan(plan.host, plan.device, 18_600_000).describe()
