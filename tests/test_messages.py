@@ -22,7 +22,7 @@ PARTS = {
 """Classes whose text is no message by itself, and why."""
 
 PASSED_ON = {
-    "cli/app.py": {"str(cause)", "str(error)"},  # an error of this list, without its traceback
+    "cli/app.py": {"_sentence(cause)", "_sentence(error)"},  # an error of this list, without its traceback
     "cli/export.py": {"message"},  # of the table _MISSING
     "checkpoint/files.py": {"code"},  # the system's own error
     "update/device.py": {"it does not give the reference's bits"},  # part of the warning that the host updates instead

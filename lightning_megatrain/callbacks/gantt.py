@@ -41,7 +41,7 @@ def require_matplotlib() -> None:
     if find_spec("matplotlib") is None:
         raise ModuleNotFoundError(
             "Charts need matplotlib, which is not installed; run pip install 'lightning-megatrain[notebooks]', or set "
-            "png=False."
+            "png=False (callbacks.timeline.png=false on the command line)."
         )
 
 

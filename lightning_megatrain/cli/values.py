@@ -13,9 +13,13 @@ from collections.abc import Mapping
 from typing import Any, Literal, Union
 
 import hydra.utils
+import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from torch.optim import AdamW
 
+from lightning_megatrain.checkpoint.files import first_line
 from lightning_megatrain.cli.app import UserError
+from lightning_megatrain.recipes.optim import cosine_with_warmup
 
 
 def check_values(cfg: DictConfig, targets: Mapping[str, str] | None = None) -> None:
@@ -31,6 +35,42 @@ def check_values(cfg: DictConfig, targets: Mapping[str, str] | None = None) -> N
         UserError: naming the key, its value and what it should be.
     """
     _check(cfg, path="", targets=targets or {})
+
+
+def require_positive(cfg: DictConfig, *keys: str) -> None:
+    """Refuse numbers that are not above zero where Lightning or arithmetic would fail far from them.
+
+    Args:
+        cfg: the composed config.
+        keys: of numbers; null, and what is no number, is not judged.
+
+    Raises:
+        UserError: naming the key and its value.
+    """
+    for key in keys:
+        value = OmegaConf.select(cfg, key)
+        if isinstance(value, (int, float)) and not value > 0:
+            raise UserError(f"{key}={value} must be more than 0.")
+
+
+def check_optim(cfg: DictConfig) -> None:
+    """Hold the group `optim` against what AdamW and its schedule accept.
+
+    Raises:
+        UserError: naming what is wrong.
+    """
+    optim: dict[str, Any] = OmegaConf.to_container(cfg.optim, resolve=True)  # type: ignore[assignment]
+    betas = optim.get("betas", (0.9, 0.95))
+    if not isinstance(betas, (list, tuple)) or len(betas) != 2:
+        raise UserError(f"optim.betas={betas} is not valid: it must be two numbers, such as [0.9,0.95].")
+    given = {name: optim[name] for name in ("lr", "eps", "weight_decay") if name in optim}
+    try:
+        AdamW([torch.zeros(1)], betas=tuple(betas), **given)
+        cosine_with_warmup(
+            warmup_steps=optim.get("warmup_steps", 0), total_steps=0, min_ratio=optim.get("min_lr_ratio", 0.0)
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(f"The group optim does not suit AdamW ({first_line(error)}); correct that value.") from error
 
 
 def _check(node: Any, path: str, targets: Mapping[str, str]) -> None:
