@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from rich.console import Console, RenderableType
 
 import lightning_megatrain
-from lightning_megatrain.cli.app import UserError
+from lightning_megatrain.cli.app import UserError, require_writable
 from lightning_megatrain.update.threads import plan_threads
 
 Output = Literal["table", "json"]
@@ -42,6 +42,7 @@ def check_output(cfg: DictConfig) -> None:
         raise UserError(f"to={cfg.to} exists already; set another file, or remove that one.")
     if not Path(cfg.to).absolute().parent.is_dir():
         raise UserError(f"to={cfg.to} is in a folder that does not exist; make it, or set another file.")
+    require_writable("to", cfg.to)
 
 
 def finish(cfg: DictConfig, result: Mapping[str, Any], table: Iterable[RenderableType]) -> None:

@@ -29,7 +29,7 @@ from lightning_megatrain.cli.bench_measure import (
 from lightning_megatrain.cli.bench_result import check_output, circumstances, finish
 from lightning_megatrain.cli.bench_table import step_tables, sweep_table
 from lightning_megatrain.cli.need import require_host_memory
-from lightning_megatrain.cli.values import check_values
+from lightning_megatrain.cli.values import check_optim, check_values
 from lightning_megatrain.recipes.causal_lm import CausalLM
 from lightning_megatrain.recipes.flops import token_flops
 from lightning_megatrain.recipes.random_weights import fill_weights, without_weights
@@ -81,6 +81,8 @@ class Request:
         for name in ("seq_len", "steps", "warmup"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.clip is not None and self.clip < 0:
+            raise ValueError(f"clip={self.clip:g} is no norm; set a positive number, or null not to clip.")
         if not self.sizes or not all(isinstance(size, int) and size >= 1 for size in self.sizes):
             raise ValueError(f"rows={self.rows} must be a number of rows, 1 or more, or a list of such numbers.")
 
@@ -109,9 +111,11 @@ class Request:
 def main(argv: Sequence[str]) -> int:
     """Run the measurement with Hydra overrides and flags; returns the exit status."""
     _results.clear()
-    run_app(bench_step, command="bench step", config_name="bench_step", argv=argv)
-    if len(_results) > 1:
-        Console(width=200).print(sweep_table(_results))
+    try:
+        run_app(bench_step, command="bench step", config_name="bench_step", argv=argv)
+    finally:  # a sweep that fails says what it has measured
+        if _results:
+            Console(width=200).print(sweep_table(_results))
     return 0
 
 
@@ -126,6 +130,7 @@ def bench_step(cfg: DictConfig) -> dict[str, Any]:
         RuntimeError: if the training does not fit.
     """
     check_values(cfg, targets={"": f"{__name__}.{Request.__name__}", "optim": cfg.model["_target_"]})
+    check_optim(cfg)
     check_output(cfg)
     result = StepBench(cfg).result()
     finish(cfg, result, step_tables(result))
@@ -232,8 +237,16 @@ class StepBench:
         if folder is None:
             return []
         # Its drawing takes long to import.
+        from lightning_megatrain.callbacks.gantt import require_matplotlib
         from lightning_megatrain.callbacks.timeline import Timeline
 
+        try:
+            require_matplotlib()
+        except ImportError as error:
+            raise UserError(
+                f"timeline={folder} draws charts, which needs matplotlib; run pip install "
+                "'lightning-megatrain[notebooks]', or leave timeline out."
+            ) from error
         return [Timeline(steps=[(size + 1) * each - 1 for size in range(len(self.request.sizes))], folder=folder)]
 
     def _size(self, rows: int, ours: Measured, ceiling: Measured | Shortage | None) -> dict[str, Any]:

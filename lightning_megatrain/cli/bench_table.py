@@ -80,7 +80,8 @@ def sweep_table(results: Sequence[tuple[str, dict[str, Any]]]) -> Table:
         "ratio",
     )
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("overrides", "update") else "right")
+        left = heading in ("overrides", "update")
+        table.add_column(heading, justify="left" if left else "right", overflow="fold")
     for overrides, result in results:
         for size in result["sizes"]:
             table.add_row(

@@ -10,7 +10,7 @@ COMMANDS = {
     "train": "train a language model; without overrides a small one on Python's standard library",
     "plan": "say what a training needs and how fast it would go, on this machine or another; allocates nothing",
     "bench": "measure this machine: training steps, the link, or the host's memory and update",
-    "export": "convert a checkpoint: to one file, to a sharded folder, or its weights to safetensors",
+    "export": "convert a checkpoint: to one file or a sharded folder, its weights to safetensors or huggingface",
 }
 
 USAGE = "\n".join(

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from lightning_megatrain.cli.app import UserError, run_app
 from lightning_megatrain.cli.planner import Planner
-from lightning_megatrain.cli.values import check_values
+from lightning_megatrain.cli.values import check_values, require_positive
 from lightning_megatrain.memory.host import format_bytes
 
 USAGE = """\
@@ -31,6 +31,22 @@ examples:
   megatrain plan model=dense_120b host=server_1_5tb gpu=h200 precision=bf16_mixed output=json
   megatrain plan -m model=qwen2_5_7b,qwen2_5_14b host=workstation_128gb,workstation_256gb precision=bf16_mixed"""
 
+_ABOVE_ZERO = (
+    "data.batch_size",
+    "data.seq_len",
+    "trainer.accumulate_grad_batches",
+    "host.dram_gb_per_s",
+    "host.pcie_gb_per_s",
+    "gpu.bf16_tflops",
+    "gpu.fp32_tflops",
+    "gpu.achievable",
+    "gpu.link_gb_per_s",
+    "node.gpus",
+    "node.bf16_tflops",
+    "node.mfu",
+)
+"""What seconds are divided by."""
+
 _rows: list[dict[str, Any]] = []
 
 
@@ -40,9 +56,11 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0
     _rows.clear()
-    run_app(plan, command="plan", config_name="plan", argv=argv)
-    if len(_rows) > 1:
-        Console(width=200).print(_summary(_rows))
+    try:
+        run_app(plan, command="plan", config_name="plan", argv=argv)
+    finally:  # a sweep that fails says what it has found
+        if _rows:
+            Console(width=200).print(_summary(_rows))
     return 0
 
 
@@ -58,6 +76,7 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
     if cfg.output not in ("table", "json"):
         raise UserError(f"output={cfg.output!r} is not valid: it must be table or json.")
     check_values(cfg, targets={"optim": cfg.model["_target_"]})
+    require_positive(cfg, *_ABOVE_ZERO)
     with _prepared(cfg):
         result = Planner(cfg).result()
     if HydraConfig.get().mode is RunMode.MULTIRUN and cfg.output == "table":
@@ -122,7 +141,8 @@ def _summary(rows: Sequence[dict[str, Any]]) -> Table:
     """One row for each plan of a sweep."""
     table = Table(title="megatrain plan", title_justify="left")
     for heading in ("overrides", "fits", "host", "of", "device", "s/step", "waits for", "tokens/s", "TFLOP/s"):
-        table.add_column(heading, justify="left" if heading in ("overrides", "waits for") else "right")
+        left = heading in ("overrides", "waits for")
+        table.add_column(heading, justify="left" if left else "right", overflow="fold")
     for row in rows:
         table.add_row(
             row["overrides"],

@@ -49,14 +49,17 @@ class TrainReport:
         table.add_row("log", str(self.log or "-"))
         return table
 
-    def print(self, sample: str | None) -> None:
-        """Print the table and, where there is one, the sampled continuation."""
+    def print(self) -> None:
+        """Print the table."""
         # Paths must stay whole when the output goes to a file, where rich assumes 80 columns.
-        console = Console(soft_wrap=False, width=None if sys.stdout.isatty() else 160)
-        console.print(self.table())
-        if sample is not None:
-            console.print(Text("sample", style="bold"))
-            console.print(Text(sample), soft_wrap=True)
+        Console(soft_wrap=False, width=None if sys.stdout.isatty() else 160).print(self.table())
+
+
+def print_sample(sample: str) -> None:
+    """Print a sampled continuation."""
+    console = Console()
+    console.print(Text("sample", style="bold"))
+    console.print(Text(sample), soft_wrap=True)
 
 
 def print_sweep(runs: Sequence[tuple[str, TrainReport]]) -> None:

@@ -12,6 +12,7 @@ import torch
 from benchmarks import monitor, peers, plan, speed
 from benchmarks.plot import markdown, rows_of
 
+from lightning_megatrain.callbacks import gantt
 from lightning_megatrain.cli import bench_measure, bench_step, need
 from lightning_megatrain.cli.bench_measure import RandomTokens, _slices
 from lightning_megatrain.cli.main import main
@@ -184,6 +185,9 @@ def test_a_sweep_ends_with_one_table_of_its_runs(capsys):
         ("strategy=single_device", "leave strategy=... at megatrain"),
         ("model.pretrained=gpt2", "model.pretrained at null"),
         ("strategy.microbatch=0", "microbatch=0"),
+        ("clip=-1", "clip=-1 is no norm"),
+        ("optim.lr=-1", "Invalid learning rate: -1"),
+        ("to=/proc/result.json", "to=/proc/result.json cannot be written"),
     ],
 )
 def test_wrong_values_are_named(capsys, wrong, named):
@@ -194,6 +198,23 @@ def test_wrong_values_are_named(capsys, wrong, named):
     error = capsys.readouterr().err
     assert named in error
     assert "Traceback" not in error
+
+
+def test_a_timeline_without_matplotlib_is_refused_before_anything_is_measured(capsys, monkeypatch):
+    monkeypatch.setattr(gantt, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit):
+        main(["bench", "step", *SMALL, "timeline=tl"])
+    error = capsys.readouterr().err
+    assert "timeline=tl draws charts, which needs matplotlib; run pip install 'lightning-megatrain[notebooks]'" in error
+    assert "Traceback" not in error
+
+
+def test_a_sweep_that_fails_ends_with_what_it_has_measured(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "step", "-m", *SMALL, "rows=1", "clip=null,-1"])
+    said = capsys.readouterr()
+    assert "clip=-1 is no norm" in said.err
+    assert "clip=null" in said.out.rsplit("megatrain bench step", 1)[1]
 
 
 @pytest.mark.parametrize(("clip", "bytes_each"), [("null", 12), ("1.0", 16)])

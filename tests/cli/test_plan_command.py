@@ -151,6 +151,34 @@ def test_120b_is_planned_in_seconds_and_without_memory(tmp_path):
     assert int(done.stdout.split()[-1]) * 1024 < 2 * 2**30
 
 
+def test_a_sweep_that_fails_ends_with_what_it_has_found(planned, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "-m", "model=tiny", "host=laptop_32gb", "gpu=rtx_3090", "data.batch_size=1,0,2"])
+    said = capsys.readouterr()
+    assert "data.batch_size=0 must be more than 0." in said.err
+    assert "data.batch_size=1" in said.out
+
+
+def test_the_overrides_of_a_sweep_are_shown_whole(planned, capsys):
+    name = "x" * 150
+    main(["plan", "-m", "model=tiny", "host=laptop_32gb", "gpu=rtx_3090", f"+note={name}", "data.batch_size=1,2"])
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert shown.count("x") >= 2 * len(name)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["data.batch_size=0", "data.seq_len=-1", "node.gpus=0", "node.mfu=0", "gpu.achievable=0", "host.dram_gb_per_s=0"],
+)
+def test_what_seconds_are_divided_by_is_more_than_zero(planned, wrong, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "model=tiny", "host=laptop_32gb", "gpu=rtx_3090", wrong])
+    error = capsys.readouterr().err
+    assert f"{wrong} must be more than 0." in error
+    assert "Traceback" not in error
+
+
 @pytest.mark.parametrize("wrong", ["strategy.microbatch=0", "strategy.prefetch=-1"])
 def test_what_training_refuses_is_refused(planned, wrong, capsys):
     with pytest.raises(SystemExit):

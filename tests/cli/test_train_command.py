@@ -1,5 +1,8 @@
 """`megatrain train` as a person runs it: a process of its own, in a folder of its own."""
 
+import re
+import signal
+
 import lightning as L
 import pytest
 import torch
@@ -8,6 +11,7 @@ from run_log import metrics, val_losses
 from lightning_megatrain import session
 from lightning_megatrain.cli import need
 from lightning_megatrain.cli.main import main
+from lightning_megatrain.recipes.causal_lm import CausalLM
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -82,6 +86,19 @@ def _jobs(tmp_path):
         ("data.seq_len=1", "data.seq_len=1 must be at least 2"),
         ("model.arch=lama", "did you mean llama"),
         ("ckpt_path=nowhere.ckpt", "nowhere.ckpt"),
+        ("ckpt_path=größe (1).ckpt", "Checkpoint größe (1).ckpt does not exist"),
+        ("optim.lr=-1", "Invalid learning rate: -1); correct that value."),
+        ("optim.betas=[0.9]", "optim.betas=[0.9] is not valid: it must be two numbers"),
+        ("optim.betas=0.9", "optim.betas=0.9 is not valid: it must be two numbers"),
+        ("optim.betas=[0.9,2]", "Invalid beta parameter at index 1: 2); correct that value."),
+        ("optim.warmup_steps=-1", "warmup_steps=-1"),
+        ("trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0 must be more than 0."),
+        ("trainer.val_check_interval=0", "trainer.val_check_interval=0 must be more than 0."),
+        ("prompt=", "prompt= holds nothing to continue; set a text"),
+        ("prompt=123", "prompt=123 is no text; set prompt='\"123\"'"),
+        ("callbacks.checkpoint.dirpath=/proc/nope", "callbacks.checkpoint.dirpath=/proc/nope cannot be written"),
+        ("export=/proc/nope/x", "export=/proc/nope/x cannot be written"),
+        ("hydra.run.dir=/proc/nope", "at /proc/nope (No such file or directory); see to that, or set another path."),
     ],
 )
 def test_what_is_wrong_is_said_without_a_traceback(tmp_path, monkeypatch, capsys, override, message):
@@ -92,6 +109,72 @@ def test_what_is_wrong_is_said_without_a_traceback(tmp_path, monkeypatch, capsys
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("prompt", ["prompt=", "prompt=123"])
+def test_without_a_sample_no_prompt_is_needed(tmp_path, monkeypatch, capsys, prompt):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *TINY, "sample.max_new_tokens=0", prompt]) == 0
+    assert "\nsample" not in capsys.readouterr().out
+
+
+def test_a_sample_that_fails_costs_neither_the_report_nor_the_export(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match=r"^The prompt was not continued \(.*\), .*; lower optim\.lr, or set sample"):
+        assert main(["train", *TINY, "optim.lr=1e20", "export=out"]) == 0
+    said = capsys.readouterr().out
+    assert "validation loss" in said
+    assert "exported" in said
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_a_run_that_is_at_its_end_already_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    saved = "callbacks.checkpoint.dirpath=kept"
+    assert main(["train", *TINY, saved, "callbacks.checkpoint.every_n_train_steps=4"]) == 0
+    with pytest.warns(
+        UserWarning, match=r"is at step 6, so nothing is left to train; set trainer\.max_steps=6 to more"
+    ):
+        assert main(["train", *TINY, saved, "ckpt_path=kept/step-6.ckpt"]) == 0
+
+
+@pytest.mark.parametrize("every", [2, 100])
+@pytest.mark.parametrize("status", [130, 143])
+def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path, monkeypatch, capsys, status, every):
+    monkeypatch.chdir(tmp_path)
+    step = CausalLM.training_step
+
+    def stops(self, batch, batch_idx):
+        if batch_idx == 3:
+            if status == 130:
+                raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGTERM)
+        return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(CausalLM, "training_step", stops)
+    with pytest.raises(SystemExit) as stop:
+        main(["train", *TINY, f"callbacks.checkpoint.every_n_train_steps={every}"])
+    assert stop.value.code == status
+    said = capsys.readouterr().err
+    assert ("stopped by ctrl-C at step 3; " if status == 130 else "stopped by SIGTERM at step 4; ") in said
+    if every == 100:
+        assert "there is no checkpoint to go on with" in said
+        return
+    monkeypatch.setattr(CausalLM, "training_step", step)
+    ckpt_path = re.search(r"go on with (ckpt_path=\S+)", said)[1]
+    assert ckpt_path.endswith("step-2.ckpt" if status == 130 else "step-4.ckpt")
+    assert main(["train", *TINY, ckpt_path]) == 0
+
+
+def test_a_sweep_that_fails_ends_with_what_it_has_reached(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["train", "-m", *TINY, "optim.lr=1e-3,-1,1e-4"])
+    said = capsys.readouterr()
+    assert "Invalid learning rate" in said.err
+    summary = said.out.rsplit("megatrain train", 1)[1]
+    assert "overrides" in summary
+    assert "optim.lr=0.001" in summary.replace("1e-3", "0.001")
 
 
 def refused(capsys, *overrides):
