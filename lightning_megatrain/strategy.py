@@ -1,6 +1,6 @@
 """The Lightning strategy: Lightning's order of calls on one side, the engine and the updater on the other."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -137,12 +137,13 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        if prefetch < 0:
-            raise ValueError(f"prefetch={prefetch} is not a number of units; set 0 or more.")
-        if microbatch is not None and microbatch != "auto" and (isinstance(microbatch, str) or microbatch < 1):
+        _require_units(units)
+        if not _is_count(prefetch, least=0):
+            raise ValueError(f"prefetch={prefetch!r} is not a number of units; set 0 or more.")
+        if microbatch not in (None, "auto") and not _is_count(microbatch):
             raise ValueError(f"microbatch={microbatch!r} is not a batch size; set 1 or more, 'auto' or None.")
-        if sequence_chunks is not None and sequence_chunks < 1:
-            raise ValueError(f"sequence_chunks={sequence_chunks} is not a number of slices; set 1 or more, or None.")
+        if sequence_chunks is not None and not _is_count(sequence_chunks):
+            raise ValueError(f"sequence_chunks={sequence_chunks!r} is not a number of slices; set 1 or more, or None.")
         _require_one_of("activations", activations, ("auto", "device", "host"))
         _require_one_of("recompute", recompute, ("auto", "always", "never"))
         _require_one_of("device_update", device_update, ("auto", "never"))
@@ -151,12 +152,12 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         _require_one_of("accumulate_dtype", accumulate_dtype, ("auto", "float32", "bfloat16"))
         _require_one_of("nonfinite", nonfinite, ("raise", "skip"))
         _require_one_of("checkpoint_format", checkpoint_format, ("auto", "ckpt", "sharded"))
-        if threads != "auto" and threads < 1:
-            raise ValueError(f"threads={threads} is not a number of threads; set 1 or more, or 'auto'.")
+        if threads != "auto" and not _is_count(threads):
+            raise ValueError(f"threads={threads!r} is not a number of threads; set 1 or more, or 'auto'.")
         if host_memory != "auto":
-            parse_bytes(host_memory)
-        if device_memory != "auto":
-            parse_bytes(device_memory, total=1)
+            parse_bytes(host_memory, name="host_memory")
+        if device_memory != "auto" and parse_bytes(device_memory, total=2**40, name="device_memory") < 1:
+            raise ValueError(f"device_memory={device_memory!r} leaves no room; set a size such as '24GiB', or 'auto'.")
         self._settings = Settings(
             units=units,
             prefetch=prefetch,
@@ -621,6 +622,19 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             strategy_registry.register(
                 cls.strategy_name, cls, description="Streams weights from host memory through one device."
             )
+
+
+def _is_count(value: Any, *, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _require_units(units: Any) -> None:
+    named = isinstance(units, str) or (isinstance(units, Collection) and all(isinstance(name, str) for name in units))
+    if not named and (isinstance(units, type) or not callable(units)):
+        raise ValueError(
+            f"units={units!r} names no modules; set 'auto', a list of class names or qualified names, or a function of "
+            "a name and a module."
+        )
 
 
 def _require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -72,7 +72,7 @@ class Summary(L.Callback):
             table.add_row("peak device memory", before, format_bytes(device))
         host = peak_host_rss()
         if host is not None:
-            table.add_row("peak host memory of the process", format_bytes(plan.host_bytes), format_bytes(host))
+            table.add_row("host memory; measured: the whole process", format_bytes(plan.host_bytes), format_bytes(host))
         if strategy.skipped_steps:
             table.add_row("steps left out", "0", f"{strategy.skipped_steps:,}")
         return table

@@ -62,7 +62,9 @@ def locate(name: str, *, weights: bool, key: str = "model.pretrained") -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder.absolute()
-    needed = f"a folder with {CONFIG_FILE} and safetensors files"
+    what, needed = "model", f"a folder with {CONFIG_FILE} and safetensors files"
+    if key == "tokenizer":
+        what, needed = "tokenizer", "a tokenizer's folder"
     if folder.exists():
         raise ValueError(f"{key}={name} is a file; set {needed}.")
     if _NAME.fullmatch(name) is None:
@@ -72,7 +74,7 @@ def locate(name: str, *, weights: bool, key: str = "model.pretrained") -> Path:
     except Exception as error:  # of many kinds: no network, no such name, no access
         reason = first_line(error).split(". ")[0]
         raise ValueError(
-            f"{key}={name} is no local folder, and the Hugging Face Hub did not give a model of that name ({reason}); "
+            f"{key}={name} is no local folder, and the Hugging Face Hub did not give a {what} of that name ({reason}); "
             f"set {needed}, or see to the name, the network, HF_HUB_OFFLINE and HF_TOKEN."
         ) from error
 

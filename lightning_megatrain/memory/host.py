@@ -9,19 +9,26 @@ import psutil
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-def parse_bytes(text: str | int | float, *, total: int | None = None) -> int:
+def parse_bytes(text: str | int | float, *, total: int | None = None, name: str | None = None) -> int:
     """Bytes meant by ``"20GiB"``, ``"64 GB"``, a plain number of bytes, or a fraction of ``total`` in (0, 1].
+
+    Args:
+        text: the size.
+        total: what a fraction is one of; None where none is meant.
+        name: of the setting, for errors.
 
     Raises:
         ValueError: the text is no size, or a fraction is given where no total is known.
     """
+    given = repr(text) if name is None else f"{name}={text!r}"
     if isinstance(text, float) and 0 < text <= 1:
         if total is None:
-            raise ValueError(f"A fraction of memory ({text}) needs a known total; set a size such as '64GiB'.")
+            raise ValueError(f"{given} is a fraction of memory, and no total is known; set a size such as '64GiB'.")
         return int(text * total)
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?|)b?\s*", str(text).lower())
     if match is None:
-        raise ValueError(f"{text!r} is not a size; write bytes, a size such as '64GiB', or a fraction such as 0.8.")
+        fraction = "" if total is None else ", or a fraction such as 0.8"
+        raise ValueError(f"{given} is not a size; write bytes, or a size such as '64GiB'{fraction}.")
     return int(float(match[1]) * _UNITS[match[2]])
 
 

@@ -30,7 +30,7 @@ def test_what_is_planned_is_printed_before_and_what_was_reached_after(capsys):
     assert "thread" in planned["optimizer"][0]
     assert planned["predicted tokens/s"] == ["12,345"]
     assert reached["tokens/s"] == ["12,345", f"{monitor.mean_tokens_per_s:,.0f}"]
-    assert reached["peak host memory of the process"][0] == format_bytes(strategy.plan.host_bytes)
+    assert reached["host memory; measured: the whole process"][0] == format_bytes(strategy.plan.host_bytes)
     assert "peak device memory" not in reached  # the CPU has none of its own
 
 

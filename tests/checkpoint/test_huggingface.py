@@ -160,6 +160,7 @@ def trained(tmp_path: Path) -> Path:
             r"does not hold the weights of a LlamaForCausalLM of its config: it lacks 21, the fir",
         ),
         ({"tokenizer": "nobody/nothing"}, r"tokenizer=nobody/nothing is no local folder, and the Hugging Face Hub did"),
+        ({"tokenizer": "/nope"}, r"tokenizer=/nope does not exist; set a tokenizer's folder, or a name on the Hugging"),
         ({"tokenizer": "model"}, r"tokenizer=model has no tokenizer\.json and no other vocabulary"),
         ({"shard_size": "much"}, r"shard_size='much' is not valid"),
         ({"out": "s3://bucket/x"}, r"out=s3://bucket/x is not on the local file system"),

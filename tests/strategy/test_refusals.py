@@ -275,3 +275,32 @@ def test_where_the_device_may_update_what_it_cannot_do_is_refused(
     with pytest.raises(MisconfigurationException, match=r"during fit.* set MegaTrainStrategy\(device_update='never'\)"):
         fit(make_still, strategy(), precision="bf16-mixed", callbacks=[Later(**settings)], **EPOCHS)
     fit(make_still, strategy(device_update="never"), precision="bf16-mixed", callbacks=[Later(**settings)], **EPOCHS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("prefetch", value) for value in ("2", 1.5, -1, True, None)),
+        *(("microbatch", value) for value in (2.5, "4", 0, [1])),
+        *(("sequence_chunks", value) for value in ("a", 1.5, 0)),
+        *(("threads", value) for value in ("4", 2.5, 0, None)),
+        *(("units", value) for value in (None, 5, [nn.Linear], nn.Linear, ["Block", 3])),
+        *(("device_memory", value) for value in (0, "0GiB", "much", None, True)),
+        *(("host_memory", value) for value in ("much", 0.5, None, True)),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_by_name_at_once(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}={re.escape(repr(value))} .*; (set|write) [^;]*\.$"):
+        MegaTrainStrategy(**{name: value})
+
+
+def test_a_fraction_is_offered_where_it_is_one_of_something() -> None:
+    with pytest.raises(ValueError, match="fraction such as"):
+        MegaTrainStrategy(device_memory="much")
+    with pytest.raises(ValueError, match=r"or a size such as '64GiB'\.$"):
+        MegaTrainStrategy(host_memory="much")
+
+
+@pytest.mark.parametrize("units", ["auto", "Block", ["Block"], ("a.b",), {"Block"}, lambda name, module: True])
+def test_units_may_be_chosen_in_each_of_these_ways(units: Any) -> None:
+    MegaTrainStrategy(units=units, prefetch=0, microbatch="auto", threads=1, device_memory=1.0, host_memory=10**9)
