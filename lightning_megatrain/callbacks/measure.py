@@ -8,6 +8,7 @@ from collections import defaultdict
 import lightning as L
 import torch
 
+from lightning_megatrain.memory.device import highest_allocated
 from lightning_megatrain.strategy import MegaTrainStrategy
 from lightning_megatrain.stream.spans import Span
 from lightning_megatrain.stream.streams import Streams
@@ -64,11 +65,8 @@ def streams_of(trainer: L.Trainer) -> Streams | None:
 
 
 def peak_device_bytes(device: torch.device) -> int | None:
-    """The most bytes that tensors took on the device since torch's peak last counted anew; None for the CPU.
-
-    Does not wait for the device.
-    """
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    """The most bytes that tensors took on the device in this run; None for the CPU. Does not wait for the device."""
+    return highest_allocated(device) if device.type == "cuda" else None
 
 
 def peak_host_rss() -> int | None:

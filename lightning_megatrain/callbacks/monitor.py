@@ -23,8 +23,8 @@ class Monitor(Throughput):
     - ``perf/fetch_gb_per_s``, ``perf/push_gb_per_s``, ``perf/update_gparams_per_s``: each while that lane worked.
     - ``perf/stall_s/CAUSE``: seconds per batch without work of the computing device, by what it waited for; see
       :data:`CAUSES`. ``perf/waited`` is their share of the time.
-    - ``perf/peak_host_bytes`` (resident), of the process so far, and ``perf/peak_device_bytes`` (allocated), since
-      torch's peak last counted anew: the strategy makes it do so at the first batch of a fit and after memory ran out.
+    - ``perf/peak_host_bytes`` (resident), of the process so far, and ``perf/peak_device_bytes`` (allocated),
+      of the run.
 
     Lanes and stalls are known with the megatrain strategy only. Times come from events that have passed: nothing waits
     for the device.

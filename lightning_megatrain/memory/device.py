@@ -38,6 +38,15 @@ class DeviceMemory(ABC):
         return
 
 
+_highest: dict[torch.device, int] = {}
+"""By device, the highest peak of this run before torch's last began to count."""
+
+
+def highest_allocated(device: torch.device) -> int:
+    """The most bytes in tensors of a CUDA device in this run, however often its peak was reset; does not wait."""
+    return max(_highest.get(device, 0), torch.cuda.max_memory_allocated(device))
+
+
 _EXPANDABLE = "expandable_segments"
 
 _TRIED = 32 * 2**20
@@ -112,7 +121,9 @@ class CudaMemory(DeviceMemory):
             self.limit = min(self.limit, int(self._fraction * total))
         else:
             torch.cuda.set_per_process_memory_fraction(self.limit / total, device)
-        self.reset_peak()  # what ran before in this process is not this run's
+        # What ran before in this process is not this run's.
+        self.reset_peak()
+        _highest[device] = 0
 
     def _try_segments(self) -> None:
         """Go back if this device cannot map memory, as some virtual ones."""
@@ -134,6 +145,7 @@ class CudaMemory(DeviceMemory):
         return torch.cuda.max_memory_allocated(self._device)
 
     def reset_peak(self) -> None:  # noqa: D102
+        _highest[self._device] = highest_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def close(self) -> None:  # noqa: D102

@@ -42,6 +42,7 @@ class Budget:
         """Frees what was taken with :meth:`borrow`; returns how many bytes."""
         self._borrowed = 0
         self._lends = True
+        self._evaluates = False  # since the last batch
         self._live: weakref.WeakSet[KeptGraph] = weakref.WeakSet()
         self._target = 0
         self._most: int | None = None  # after memory ran out
@@ -71,10 +72,12 @@ class Budget:
             self._forget_peak()
         self._open = True
         self._uses_before, self._uses, self._kept, self._graph = self._uses or self._uses_before, 0, 0, 0
-        if self._memory is not None and self._largest is None:
-            self._static = self._memory.allocated()
-            self._see_bare()  # a validation's
+        if self._memory is not None and (self._largest is None or self._evaluates):
+            self._see_bare()
+            self._evaluates = False
             self._memory.reset_peak()
+            if self._largest is None:
+                self._static = self._memory.allocated()
 
     @property
     def spare(self) -> int:
@@ -110,18 +113,25 @@ class Budget:
         self._borrowed += nbytes if lent else 0
         return lent
 
+    def evaluate(self) -> None:
+        """What follows is no batch of the training, and may take more than one."""
+        if self._memory is not None and not self._evaluates:
+            self._see_bare()
+            self._evaluates = True
+            self._memory.reset_peak()
+
     def returned(self) -> None:
         """All that was borrowed is free again."""
         if self._memory is not None and self._borrowed:
             self._see_bare()
-            if self._largest is None:
+            if self._largest is None or self._evaluates:
                 self._memory.reset_peak()
             self._peak = self._memory.peak()  # a rise that tells nothing of batches
             self._borrowed = 0
 
     def _see_bare(self) -> None:
-        """Before the first batch: its peak will not be the most if something else took more."""
-        if self._memory is not None and self._largest is None:
+        """What else took so far than batches: theirs is not the most that is taken if that took more."""
+        if self._memory is not None and (self._largest is None or self._evaluates):
             self._bare = max(self._bare, self._memory.peak() - self._borrowed)
 
     def keeps(self, tensors: Sequence[Tensor]) -> bool:

@@ -3,7 +3,7 @@
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -212,6 +212,8 @@ class Engine:
         fresh = fresh and self._left == self._versions()
         if not fresh:
             self._let_go()
+            if not trains:
+                self.budget.evaluate()
         self._last = None
         if self._saved is not None:
             self._saved.begin()
@@ -225,7 +227,8 @@ class Engine:
         self._trains = trains
         for unit in self.units:
             unit.pending = 0
-            unit.seen()
+            unit.used = False
+        self._notice_writes()
         for order in self._orders.values():
             order.begin()
         self._bring_residents(upload=not fresh)
@@ -236,13 +239,31 @@ class Engine:
             self.store.take_assigned()
 
     def _see_written(self, unit: Unit) -> None:
-        """Within a step: take over what code outside of the unit wrote to its weights since it was used last."""
-        if unit.is_bound:
+        """Within a step: take over what code outside of the unit wrote to its weights since it was used last.
+
+        Raises:
+            RuntimeError: they may have been being updated meanwhile.
+        """
+        if unit.is_bound or not ((assigned := unit.was_assigned()) or unit.was_written()):
             return
-        if unit.was_assigned():
+        if self.sink is not None:
+            if self.sink.overlaps and not unit.used and unit.group.layout.trainable_count:
+                raise RuntimeError(
+                    f"Weights of unit {unit.name!r} were written to in a step, perhaps while they were being updated "
+                    "behind the forward; write to them in on_train_batch_start, or set "
+                    "MegaTrainStrategy(update='blocking')."
+                )
+            self.sink.wait_updated(unit.group.index)
+        if assigned:
             self.store.take_assigned([unit.group])
-        elif unit.was_written():
-            self.store.versions[unit.group.index] += 1  # a slot may have what was there before
+        self._notice_writes([unit])
+
+    def _notice_writes(self, units: Iterable[Unit] | None = None) -> None:
+        """Whatever was written in place to weights at rest is newer than what slots have of them."""
+        for unit in self.units if units is None else units:
+            if not unit.is_bound and unit.was_written():
+                self.store.versions[unit.group.index] += 1
+                unit.seen()
 
     def _need_residents(self) -> None:
         """Within a step, after :meth:`host_window`: take over what was written meanwhile, and go on."""
@@ -274,6 +295,8 @@ class Engine:
                 f"Parameter {lost[0]!r} was written to after its gradient was complete, when its update had begun; "
                 "set MegaTrainStrategy(update='blocking')."
             )
+        if inside:
+            self._notice_writes()
         if inside and not self._trains:
             self._left = self._versions()
 
@@ -297,8 +320,7 @@ class Engine:
         finally:
             # Residents stay on the host until a module needs them: code that follows may write weights.
             self._fetcher.in_step = inside
-            for unit in self.units:
-                unit.seen()
+            self._notice_writes()
 
     def begin_backward(self) -> None:
         """A backward whose gradients are wanted is about to run."""
@@ -355,6 +377,9 @@ class Engine:
         if not trains and not any(t.requires_grad for t in (*tensors, *unit.shared)):
             return self._use_without_gradients(unit, args, kwargs)
         self._let_go()  # what follows makes better use of the memory
+        if self.sink is not None:
+            self.sink.wait_updated(unit.group.index)  # an update may count as a new version when it is over
+        unit.used = True
         call.preceding = list(reversed(self._recent))
         call.version = self.store.versions[unit.group.index]
         call.before, self._last = self._last, weakref.ref(call)
@@ -373,6 +398,7 @@ class Engine:
     def _use_without_gradients(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         expected = self._orders[False].observe(unit.group.index, self._fetcher.prefetch)
         found = self.runner.without_gradients(unit, args, kwargs, expected)
+        unit.used = True
         if self._fetcher.in_step:
             try:
                 self._fetcher.used(unit.group.index, self.budget.borrow)

@@ -415,6 +415,7 @@ class _NoUpdates:
 
     def __init__(self, store: _EmptyStore, settings: StepSettings) -> None:
         self.takes_residents_early, self.wants_norms = settings.residents_early, settings.norms
+        self.overlaps = False
         self._store = store
         self._under_way: list[Any] = []
 

@@ -99,10 +99,18 @@ class Residents:
             if parameter._version != self._versions[id(parameter)] or parameter.data_ptr() != view.data_ptr()
         ]
 
+    def _keep_for_others(self, view: Tensor) -> None:
+        """Other parameters may have been given this memory, which is about to be written (a swap)."""
+        for group in self.groups:
+            for parameter, own in zip(group.parameters, self._views[group.index], strict=True):
+                if parameter.data_ptr() == view.data_ptr() != own.data_ptr():
+                    parameter.data = parameter.data.clone()
+
     def _write(self, group: Group, written: Sequence[int]) -> None:
         for index in written:
             parameter, view = group.parameters[index], self._views[group.index][index]
             if parameter.data_ptr() != view.data_ptr():
+                self._keep_for_others(view)
                 view.copy_(parameter.data)
                 parameter.data = view
             if group.index not in self._store.lent:

@@ -64,7 +64,7 @@ class Runner:
         call, inputs = Call.of(unit, args, kwargs)
         before, buffers = Conditions.capture(unit, self._streams), {}
         if any(before.training):
-            buffers = unit.buffers_before()
+            buffers = unit.buffers_before(at_first=False)
         found = None
         while found is None:
             run = partial(self._cut_without_gradients, call, inputs, expected)

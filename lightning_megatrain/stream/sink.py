@@ -11,7 +11,13 @@ from lightning_megatrain.stream.streams import Copy
 
 
 class GradientSink(Protocol):
-    """Where gradients go. The engine is given one; it does not know optimizers."""
+    """Where gradients go. The engine is given one; it does not know optimizers.
+
+    Attributes:
+        overlaps: updates were under way when this step began.
+    """
+
+    overlaps: bool
 
     def destination(self, group: int, last: bool) -> Tensor:
         """Flat host memory ``[trainable_numel]`` to push into; may wait for a free slab."""

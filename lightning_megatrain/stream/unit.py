@@ -29,6 +29,7 @@ class Unit:
         self.module = module
         self.forward: Callable[..., Any] = module.forward
         self.pending = 0  # uses in this step whose backward has not run
+        self.used = False  # in this step
         self.is_bound = False
         self._host_views = host_views
         self._versions = self._parameter_versions()
@@ -113,14 +114,15 @@ class Unit:
             if buffer is not None
         }
 
-    def buffers_before(self) -> "BuffersBefore":
+    def buffers_before(self, *, at_first: bool = True) -> "BuffersBefore":
         """The buffers, and copies of those that a forward may change (running statistics, counters).
 
-        Large ones are copied in the first forward of a mode, and later only where something changed in it.
+        Large ones are copied ``at_first`` in a mode, until it is known whether anything changes in it, and later only
+        where something does.
         """
-        may_change = self._buffers_change.get(self.training_flags(), True)
+        may_change = self._buffers_change.get(self.training_flags(), at_first)
         return {
-            key: (buffer, _version(buffer), buffer.clone() if may_change or buffer.nbytes <= _SMALL else None)
+            key: (buffer, _version(buffer), buffer.clone() if may_change or _is_small(buffer) else None)
             for key, buffer in self.buffers().items()
         }
 
@@ -177,9 +179,24 @@ def _changed(now: Tensor | None, buffer: Tensor, version: int) -> bool:
     return now is not buffer or _version(buffer) != version
 
 
+def _is_small(buffer: Tensor) -> bool:
+    return _is_dense(buffer) and buffer.nbytes <= _SMALL
+
+
+def _is_dense(buffer: Tensor) -> bool:
+    return buffer.layout is torch.strided and not buffer.is_nested
+
+
 def _differ(buffer: Tensor, copy: Tensor | None) -> bool:
     """Batch norm, for one, writes its statistics without counting a version."""
-    return copy is not None and not buffer.is_meta and not torch.equal(buffer, copy)
+    if copy is None or buffer.is_meta or not _is_dense(buffer):
+        return False
+    return not torch.equal(_bits(buffer), _bits(copy))
+
+
+def _bits(buffer: Tensor) -> Tensor:
+    # Not every dtype can be compared, and a number that is none equals itself.
+    return buffer.contiguous().view(-1).view(torch.uint8)
 
 
 def check_trainable(group: Group) -> None:

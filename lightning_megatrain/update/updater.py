@@ -96,7 +96,8 @@ class Updater:
         """Called on the worker, or before a blocking step, before a group's weights and state change; may wait."""
         self._on_device: dict[int, _OnDevice] = {}  # gradients of this backward that wait there
         self._used_outside: set[int] = set()  # groups with parameters that were
-        self._overlaps = False  # updates were under way when this step began
+        self.overlaps = False
+        """Updates were under way when this step began."""
         self._settings: Settings = {}
         self._updated: set[int] = set()
         self._handed_over: set[int] = set()
@@ -158,7 +159,7 @@ class Updater:
         """
         if self._used_outside:
             self.drain()
-        self._overlaps = not self.worker.idle()
+        self.overlaps = not self.worker.idle()
 
     # Backward
 
@@ -179,7 +180,7 @@ class Updater:
         """Gradients that were clipped and not used are about to be added to: round them now, as plain clipping does."""
         for optimizer, scale in self._scales.items():
             for parameter in self._parameters_of(optimizer):
-                if parameter.grad is not None:
+                if parameter.grad is not None and scale < 1:
                     parameter.grad.mul_(scale)
         self._scales.clear()
 
@@ -329,7 +330,7 @@ class Updater:
                     f"Parameter {name!r} was used outside its unit for the first time since the unit is updated on the "
                     "device; set MegaTrainStrategy(device_update='never')."
                 )
-            if self._overlaps:
+            if self.overlaps:
                 raise RuntimeError(
                     f"Parameter {name!r} was used outside its unit for the first time, perhaps while it was being "
                     "updated behind the forward; set MegaTrainStrategy(update='blocking')."

@@ -1,5 +1,6 @@
 """What code between and within steps writes to weights counts, however it writes; what it kept stays as it was."""
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from writing import WritesWithin
 
 from lightning_megatrain.stream.engine import Engine
 from lightning_megatrain.update.updater import Updater
+from lightning_megatrain.update.worker import Worker
 
 make = partial(zoo.Encoder, layers=2, log_norm=False)
 
@@ -207,6 +209,80 @@ def test_within_a_step_before_the_weights_are_used(how: str, where: str, late: b
     make = partial(WritesWithin, how, where, late=late)
     a, _ = fit(make, stock(), max_steps=4)
     b, _ = fit(make, MegaTrainStrategy(update=update), max_steps=4)
+    assert_same_bits(a, b)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates are never over when the next step begins."""
+    do = Worker._do
+
+    def slowly(self: Worker, task: Callable[[], None]) -> None:
+        time.sleep(0.02)
+        do(self, task)
+
+    monkeypatch.setattr(Worker, "_do", slowly)
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("how", ["assigned", "in place"])
+@pytest.mark.parametrize("late", [False, True])
+def test_behind_the_forward_a_write_counts_or_is_refused(how: str, late: bool) -> None:
+    for where in ("head", "net.layers.1"):
+        make = partial(WritesWithin, how, where, late=late)
+        if where == "net.layers.1":
+            with pytest.raises(RuntimeError, match=r"'net\.layers\.1' were written to .* set MegaTrainStrategy\("):
+                fit(make, MegaTrainStrategy(update="next_forward"), max_steps=4)
+            continue
+        a, _ = fit(make, stock(), max_steps=4)
+        b, _ = fit(make, MegaTrainStrategy(update="next_forward"), max_steps=4)
+        assert_same_bits(a, b)
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_an_update_that_ends_in_the_next_step_is_no_write(optimizer: str) -> None:
+    make = partial(zoo.Encoder, layers=3, log_norm=False, optimizer=optimizer)
+    runs = [
+        fit(make, MegaTrainStrategy(update=update), precision="bf16-mixed", max_steps=4)[0]
+        for update in ("blocking", "next_forward")
+    ]
+    assert_same_bits(*runs)
+
+
+class Swaps(zoo.Encoder):
+    """Exchanges weights of two resident modules, or of two units, in each step; or hands them on in a ring."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(layers=3, log_norm=False, dropout=0.0)
+        self.where = where
+        self.a, self.b, self.c = (nn.Linear(32, 32) for _ in range(3))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.net(self.embed(batch))
+        return zoo.token_loss(self.head(x + self.a(x) + 2 * self.b(x) + 3 * self.c(x)), batch)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.where == "units":
+            a, b = (layer.linear1.weight for layer in self.net.layers[:2])
+        else:
+            a, b = self.a.weight, self.b.weight
+        if self.where == "ring":
+            c = self.c.weight
+            a.data, b.data, c.data = c.data, a.data, b.data
+        else:
+            a.data, b.data = b.data, a.data
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("where", "update"),
+    [(where, update) for where in ("residents", "ring") for update in SCHEDULES]
+    + [("units", "blocking"), ("units", "in_backward")],  # behind the forward that is refused
+)
+def test_swaps_within_a_step(where: str, update: str) -> None:
+    a, _ = fit(partial(Swaps, where), stock(), max_steps=4)
+    b, _ = fit(partial(Swaps, where), MegaTrainStrategy(update=update), max_steps=4)
     assert_same_bits(a, b)
 
 

@@ -93,6 +93,41 @@ def test_a_large_buffer_that_changes_later_is_refused(monkeypatch: pytest.Monkey
         fit(partial(Blocks, partial(Averages, 1)), MegaTrainStrategy(), max_steps=8)
 
 
+class Spread(nn.Module):
+    """Has buffers of other kinds than dense numbers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        near = torch.eye(7) + 0.1
+        if kind == "float8":
+            self.register_buffer("near", near.to(torch.float8_e4m3fn))
+        elif kind == "csr":
+            self.register_buffer("near", near.to_sparse_csr())
+        elif kind == "nan":
+            self.register_buffer("near", torch.full((7, 7), float("nan")))
+        else:
+            self.register_buffer("near", near.to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.near.dtype == torch.float8_e4m3fn:
+            return self.near.float() @ x
+        if self.near.layout is torch.strided:
+            return torch.where(self.near[0, 0].isnan(), x, x + 1)
+        return torch.stack([torch.sparse.mm(self.near, one) for one in x])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("kind", ["coo", "csr", "float8", "nan"])
+def test_buffers_of_other_kinds(kind: str) -> None:
+    make = partial(Blocks, partial(Spread, kind))
+    a, _ = fit(make, stock(), max_steps=4)
+    b, _ = fit(make, MegaTrainStrategy(), max_steps=4)
+    losses = [torch.stack(m.losses) for m in (a, b)]
+    assert torch.equal(*losses)
+
+
 class Crowded(nn.Sequential):
     """Memory runs out in uses without gradients, when statistics have changed and numbers are drawn."""
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from devices import Room
 from fitting import QUIET, MegaTrainStrategy, assert_same_bits, fit, loader, stock
+from torch import Tensor
 from writing import TOKENS, UNITS, Rewards, Validated, Writer, assert_same_text
 
 import lightning_megatrain.session
@@ -112,6 +113,68 @@ def test_what_is_written_between_two_steps_counts(
         assert_same_text(plain, evaluate(Writer, stock()))
 
 
+class Noisy(Writer):
+    """Looks at each batch with its weights as they are and with noise, which it takes off again, or not."""
+
+    def __init__(self, *, off: bool) -> None:
+        super().__init__()
+        self.off = off
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        clean = self(batch)
+        weight = self.blocks[2][1].weight
+        noise = torch.full_like(weight, 0.5)
+        with torch.no_grad():
+            weight.add_(noise)
+            noisy = self(batch)
+            if self.off:
+                weight.sub_(noise)
+        self.written.append(torch.stack([clean, noisy]).cpu())
+
+
+@pytest.mark.parametrize("off", [True, False])
+@pytest.mark.parametrize("units", [0, 3, 100])
+def test_what_is_written_within_a_step_counts(off: bool, units: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    room(monkeypatch, units)
+    make = partial(Noisy, off=off)
+    assert_same_text(evaluate(make, stock()), evaluate(make, MegaTrainStrategy()))
+
+
+class Follows(Writer):
+    """A teacher is used twice without gradients, moved before the optimizer's step, and used again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.teacher = Writer().requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        with torch.no_grad():
+            aims = [self.teacher(batch) for _ in range(3)]
+        optimizer.zero_grad()
+        self.manual_backward((self(batch) - aims[0]).square().mean())
+        with torch.no_grad():
+            aims += [self.teacher(batch) for _ in range(2)]
+        optimizer.step()
+        with torch.no_grad():
+            aims.append(self.teacher(batch))
+        self.losses.append(torch.stack(aims).sum())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.teacher.parameters():
+                parameter.mul_(0.9)
+
+
+@pytest.mark.parametrize("units", [0, 3, 100])
+def test_what_a_hook_writes_within_a_step_counts(units: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    room(monkeypatch, units)
+    a, _ = fit(Follows, stock(), max_steps=4)
+    b, _ = fit(Follows, MegaTrainStrategy(), max_steps=4)
+    assert_same_bits(a, b)
+
+
 def test_training_in_between_starts_from_what_it_would_have(
     fetched: Counter[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +247,21 @@ def test_a_slot_for_which_there_is_no_memory(
     monkeypatch.setattr(lightning_megatrain.stream.fetcher.SlotRing, "keep", refused)
     assert_same_text(evaluate(Writer, stock()), evaluate(Writer, MegaTrainStrategy(prefetch=1)))
     assert made == runs_out_at
+
+
+def test_what_an_evaluation_takes_is_seen_before_more_is_lent() -> None:
+    """Also where training, known before, took less; and the next batch of it is judged by what that takes."""
+    memory = with_left(80_000, most=20_000)
+    budget = Budget("auto", memory)
+    budget.begin()
+    assert not budget.keeps((torch.empty(1, 4),))
+    budget.end()
+    memory.most = 70_000  # the first evaluation's, in a loss
+    budget.evaluate()
+    assert [budget.borrow(5_000) for _ in range(7)] == [True] * 3 + [False] * 4
+    budget.returned()
+    budget.begin()
+    assert budget.spare <= 30_000
 
 
 def test_of_the_memory_that_is_left_half_is_lent() -> None:
