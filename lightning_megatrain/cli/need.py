@@ -68,6 +68,7 @@ def require_host_memory(module: nn.Module, cfg: DictConfig, *, clips: bool, accu
         slots=min(settings["prefetch"] + 1, len(units)),
         gradient_buffers=GRADIENT_BUFFERS,
         slabs=SLABS,
+        accumulates=accumulates,
     )
     limit = settings["host_memory"]
     plan.require_host(available_host_bytes() if limit == "auto" else parse_bytes(limit), _REMEDY)
