@@ -116,8 +116,8 @@ class Runner:
                 "write the operation out of place, or choose other modules with MegaTrainStrategy(units=...)."
             )
         if unit.note_buffers(buffers):
-            copies = {key: copy for key, (_, _, copy) in buffers.items()}
-            call.conditions.buffers = {key: copy for key, copy in copies.items() if copy is not None}
+            # What was not copied has not been written to, though another may have taken its place.
+            call.conditions.buffers = {key: b if copy is None else copy for key, (b, _, copy) in buffers.items()}
         assert call.conditions.random_state is not None
         drawn = zip(call.conditions.random_state, self._streams.random_state(), strict=True)
         if all(torch.equal(before, after) for before, after in drawn):

@@ -130,12 +130,13 @@ class Unit:
         """After a forward: may it have changed a buffer?
 
         Raises:
-            RuntimeError: it changed one of which there is no copy.
+            RuntimeError: it wrote to one of which there is no copy.
         """
         now, flags = self.buffers(), self.training_flags()
         changed = [key for key, (buffer, version, _) in before.items() if _changed(now.get(key), buffer, version)]
         for module, name in changed:
-            if before[module, name][2] is None:
+            buffer, version, copy = before[module, name]
+            if copy is None and _version(buffer) != version:
                 raise RuntimeError(
                     f"Unit {self.name!r} changes its buffer {name!r} in some steps and not in its first one, so its "
                     "forward cannot be computed again; let it change in the first one too, or choose other modules "

@@ -151,6 +151,29 @@ def test_a_use_that_ran_out_of_memory_leaves_no_trace(monkeypatch: pytest.Monkey
     assert_same_bits(plain, other)
 
 
+class Grows(nn.Module):
+    """Makes a larger buffer in a later step, and uses what the earlier one had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.observes = nn.Linear(32, 32), False
+        self.register_buffer("table", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = float(len(self.table))
+        if self.observes and len(self.table) < 512:
+            self.table = torch.ones(2 * len(self.table))
+        return torch.tanh(self.linear(x) / scale)
+
+
+@pytest.mark.parametrize("small", [2**20, 16])
+def test_a_buffer_that_another_takes_the_place_of(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unit, "_SMALL", small)
+    a, _ = fit(partial(Blocks, Grows), stock(), max_steps=8)
+    b, _ = fit(partial(Blocks, Grows), MegaTrainStrategy(), max_steps=8)
+    assert_same_bits(a, b)
+
+
 class Replaces(nn.Module):
     """Makes a buffer anew in each forward, as rotary embeddings do that grow: in a validation, an inference tensor."""
 
