@@ -28,7 +28,7 @@ from lightning_megatrain.stream.engine import Engine
 from lightning_megatrain.stream.gradients import GRADIENT_BUFFERS
 from lightning_megatrain.stream.saved import Activations, SavedInputs
 from lightning_megatrain.stream.streams import Streams
-from lightning_megatrain.update.gradients import SLABS
+from lightning_megatrain.update.gradients import SLABS, SUMS_WIDE
 from lightning_megatrain.update.kernel import describe as describe_kernel
 from lightning_megatrain.update.optimizers import moment_bytes
 from lightning_megatrain.update.threads import ThreadPlan, plan_threads
@@ -180,14 +180,13 @@ class Session:
         if not accumulates(trainer):
             return None
         # Without `grad_dtype` torch refuses an fp32 gradient on a bf16 parameter, and hooks must see true gradients.
-        able = hasattr(torch.Tensor, "grad_dtype")
-        if wanted == "float32" and not able:
+        if wanted == "float32" and not SUMS_WIDE:
             raise MisconfigurationException(
                 f"accumulate_dtype='float32' needs Tensor.grad_dtype, which torch {torch.__version__} does not have; "
                 "set accumulate_dtype='bfloat16', or use a newer torch."
             )
         fits = wanted == "float32" or self._plan(groups, torch.float32).host_bytes <= free
-        return torch.float32 if able and wanted != "bfloat16" and fits else None
+        return torch.float32 if SUMS_WIDE and wanted != "bfloat16" and fits else None
 
     def _make_updater(self, optimizers: Sequence[Optimizer], *, inline: bool) -> Updater:
         self.threads = threads = plan_threads(self._settings.threads)

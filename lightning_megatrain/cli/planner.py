@@ -40,7 +40,7 @@ from lightning_megatrain.stream.microbatch import rows_of_slices
 from lightning_megatrain.stream.rehearsal import MetaRehearsal, StepMemory, StepSettings, step_seconds
 from lightning_megatrain.stream.share import RESERVE, WORTH
 from lightning_megatrain.update.bench import update_bandwidth
-from lightning_megatrain.update.gradients import SLABS
+from lightning_megatrain.update.gradients import SLABS, SUMS_WIDE
 
 FORMATS = {"32-true": StoreFormat.FP32, "bf16-mixed": StoreFormat.SPLIT, "bf16-true": StoreFormat.BF16}
 
@@ -52,10 +52,6 @@ KERNEL_BYTES = 96 * 2**20
 
 SUSTAINED = 0.9
 """Part of the update's rate on a gigabyte that is left on a whole model: 81 to 102 GB/s of 97 to 131 beside an H200."""
-
-
-SUMS_WIDE = hasattr(Tensor, "grad_dtype")
-"""Whether this torch takes fp32 gradients of bf16 parameters, which a training asks too."""
 
 
 class Planner:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import signal
 import sys
 import warnings
@@ -33,8 +32,6 @@ from lightning_megatrain.cli.need import hollow_model, require_host_memory
 from lightning_megatrain.cli.report import TrainReport, print_sample, print_sweep
 from lightning_megatrain.cli.values import check_optim, check_values, require_positive
 from lightning_megatrain.recipes.sampling import Sampling
-
-_SAVES = re.compile(r"\.(Model|Step)Checkpoint$")
 
 _runs: list[tuple[str, TrainReport]] = []
 """Of this command so far: overrides, and what was reached."""

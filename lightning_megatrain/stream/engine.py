@@ -297,8 +297,8 @@ class Engine:
             )
         if inside:
             self._notice_writes()
-        if inside and not self._trains:
-            self._left = self._versions()
+            if not self._trains:
+                self._left = self._versions()
 
     def _versions(self) -> list[int]:
         """They change with what is written to weights, except in place to a parameter's ``data``."""

@@ -133,7 +133,9 @@ class Unit:
             RuntimeError: it wrote to one of which there is no copy.
         """
         now, flags = self.buffers(), self.training_flags()
-        changed = [key for key, (buffer, version, _) in before.items() if _changed(now.get(key), buffer, version)]
+        changed = [
+            k for k, (buffer, version, _) in before.items() if now.get(k) is not buffer or _version(buffer) != version
+        ]
         for module, name in changed:
             buffer, version, copy = before[module, name]
             if copy is None and _version(buffer) != version:
@@ -174,10 +176,6 @@ _SMALL = 2**20
 
 def _version(buffer: Tensor) -> int:
     return 0 if buffer.is_inference() else buffer._version  # those made in a validation have none
-
-
-def _changed(now: Tensor | None, buffer: Tensor, version: int) -> bool:
-    return now is not buffer or _version(buffer) != version
 
 
 def _is_small(buffer: Tensor) -> bool:

@@ -19,6 +19,9 @@ from lightning_megatrain.update.worker import Worker
 SLABS = 3
 """Host slabs: one being filled, one being read by the update, one between."""
 
+SUMS_WIDE = hasattr(Tensor, "grad_dtype")
+"""Whether this torch takes gradients of another dtype than the parameter's, as fp32 sums for bf16 weights are."""
+
 Use = Callable[[Tensor, list[bool]], None]
 """What is done with a group's flat gradients once they are complete, and which parameters have one."""
 
