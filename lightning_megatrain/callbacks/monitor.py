@@ -109,19 +109,24 @@ class Monitor(Throughput):
     def _add(self, span: Span) -> None:
         self._tally.add(span)
 
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:
+        """See what is done, while the device has a forward to work on: between two batches it would wait for that."""
+        if self._streams is not None:
+            self._streams.collect()
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch, and look if it is time."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        now = (self._clock(), self.tokens_seen, self._batches)
+        if self._batches < self.warmup_steps or (self._since and now[2] - self._since[2] < self.every_n_steps):
+            return
         if self._streams is not None:
             self._streams.collect()
-        now = (self._clock(), self.tokens_seen, self._batches)
-        if self._batches < self.warmup_steps:
-            return
         if self._since is None:
             self._tally, self._since = Tally(), now
-        elif self._batches - self._since[2] >= self.every_n_steps:
+        else:
             seconds, tokens, batches = (b - a for a, b in zip(self._since, now, strict=True))
             self.latest = self._measure(trainer, pl_module, max(seconds, 1e-9), int(tokens), int(batches))
             self._tally, self._since = Tally(), now

@@ -64,8 +64,9 @@ class Fetcher:
             return
         slot = self._find(group)
         if slot is not None and not slot.kept and borrow(slot.buffer.nbytes):
-            # Its memory may have been another tensor's that the device still works on.
-            self.ring.keep(slot).released = self._streams.record()
+            other = self.ring.keep(slot)
+            # Only now: the device may still work on what had this memory, and fills new memory in deterministic mode.
+            other.released = self._streams.record()
 
     def let_go(self) -> int:
         """Weights that :meth:`used` let stay need not any longer; bytes that are free then.

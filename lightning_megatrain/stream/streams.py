@@ -111,7 +111,7 @@ class Streams(ABC):
         self._log.detach(listener)
 
     def collect(self) -> None:
-        """Tell the listeners of all spans that are done, in no particular order. Called between steps; never waits."""
+        """Tell the listeners of all spans that are done, in no particular order. Never waits."""
         self._log.collect()
         self._set_clock()
 
@@ -207,6 +207,7 @@ class CudaStreams(Streams):
     def __init__(self, device: torch.device, delay: Callable[[Lane], None] | None = None) -> None:
         super().__init__(device, delay)
         self._streams = {"fetch": torch.cuda.Stream(device), "push": torch.cuda.Stream(device)}
+        self._idle = torch.cuda.Stream(device)
         self._set_clock()
 
     def record(self) -> Event:  # noqa: D102
@@ -270,9 +271,9 @@ class CudaStreams(Streams):
         return self.mark() if lane == "compute" else HostMark(time.perf_counter())
 
     def _set_clock(self) -> None:
-        # Between two steps the push lane is idle, for a backward ends when its last push has landed: an event there
-        # passes at once. Each step gets its own, because clocks drift and elapsed times are 32-bit floats.
-        event = _timed_event(self._streams["push"])
+        # Where nothing else runs an event passes at once. Each step gets its own, because clocks drift and elapsed
+        # times are 32-bit floats.
+        event = _timed_event(self._idle)
         self._clock = _Clock(event, time.perf_counter())
 
 

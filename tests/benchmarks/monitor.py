@@ -51,6 +51,10 @@ class InTurn(L.Callback):
             (self.monitor._listen if self.on else self.monitor._look_away)()
             self.last = time.perf_counter()
 
+    def on_before_backward(self, *args: Any) -> None:
+        if self.on:
+            self.monitor.on_before_backward(*args)
+
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, index: int
     ) -> None:

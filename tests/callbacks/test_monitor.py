@@ -152,6 +152,17 @@ def test_the_module_may_say_its_own_flops(clock):
     assert shown["tokens_per_s"] == pytest.approx(TOKENS)
 
 
+def test_between_two_looks_spans_do_not_pile_up():
+    pending = []
+
+    class Counts(L.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            pending.append(len(trainer.strategy.streams._log._pending))
+
+    fit(Llama, MegaTrainStrategy(), max_steps=8, callbacks=[Monitor(every_n_steps=100), Counts()])
+    assert 0 < pending[-1] <= max(pending[:3])  # those of one backward
+
+
 def test_what_cannot_be_known_is_left_out(clock):
     monitor = Monitor(warmup_steps=1, every_n_steps=2)
     train([Whole(clock), monitor], steps=3, module=Clocked(clock), strategy=SingleDeviceStrategy("cpu"))
