@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from lightning_megatrain.again import Attempts
 from lightning_megatrain.checkpoint.files import is_local
 from lightning_megatrain.checkpoint.lazy import LazyTensor
 from lightning_megatrain.checkpoint.loading import materialize_meta, reading
@@ -186,6 +188,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self._plan: Plan | None = None
         self._resumes = False
         self._weights_fresh = False
+        self._attempts: Attempts | None = None  # at the batch whose backward is to come
         self._counters: dict[str, int] = {}  # of the last fit
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
 
@@ -311,6 +314,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     def _stop(self) -> None:
         """Make the module ordinary again. Does nothing before :meth:`setup`, or twice."""
         session, self._session = self._session, None
+        self._attempts = None
         if self._fence is not None and self._module()._trainer is not None:
             with suppress(ValueError):  # a loop may have put other callbacks in place
                 self._module().trainer.callbacks.remove(self._fence)
@@ -323,6 +327,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._attempts = None
         if self._updater is not None:
             self._updater.reset()
         if self._engine is not None:
@@ -338,24 +343,33 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         engine = self._running()
         self._updating().begin_step()
         engine.begin_step()
-        with engine.spending():
+        if self._module().automatic_optimization:
+            self._attempts = Attempts(engine, engine.begin_again, partial(super().training_step, *args, **kwargs))
+            return self._attempts.forward()
+        with engine.spending():  # its optimizer may have stepped: that is not to be done again
             output = super().training_step(*args, **kwargs)
-        if not self._module().automatic_optimization:
-            engine.end_step()  # otherwise the backward follows
+        engine.end_step()
         return output
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         engine, updater, module = self._running(), self._updating(), self._module()
+
+        def run(loss: Tensor) -> None:
+            engine.begin_backward()
+            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+            engine.end_backward()
+
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         updater.before_backward()
-        engine.begin_backward()
-        with engine.spending():
-            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        engine.end_backward()
-        if module.automatic_optimization:
+        if self._attempts is not None:
+            attempts, self._attempts = self._attempts, None
+            attempts.backward(module, closure_loss, run)
             engine.end_step()
+        else:
+            with engine.spending():
+                run(closure_loss)
         # Hooks that read gradients or weights after the backward meet the host's, all there.
         with engine.host_window():
             updater.settle()
@@ -386,26 +400,22 @@ class MegaTrainStrategy(SingleDeviceStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._evaluation():
-            return super().validation_step(*args, **kwargs)
+        return self._evaluate(partial(super().validation_step, *args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._evaluation():
-            return super().test_step(*args, **kwargs)
+        return self._evaluate(partial(super().test_step, *args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._evaluation():
-            return super().predict_step(*args, **kwargs)
+        return self._evaluate(partial(super().predict_step, *args, **kwargs))
 
-    @contextmanager
-    def _evaluation(self) -> Generator[None, None, None]:
+    def _evaluate(self, step: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
         engine = self._running()
         engine.begin_step(fresh=self._weights_fresh, trains=False)
         self._weights_fresh = True
         try:
-            yield
+            return Attempts(engine, partial(engine.begin_step, trains=False), step).forward()
         finally:
             engine.end_step()
 

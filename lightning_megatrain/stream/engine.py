@@ -100,6 +100,8 @@ class Engine:
             self._anchor = torch.empty(0, requires_grad=True)
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
         self._collecting = self._trains = False
+        self.used_gradients = False
+        """Gradients of the last backward have gone somewhere: it cannot be run again."""
         self._left: list[int] = []  # versions of weights when the last step without training ended
         self._orders = {True: UseOrder(), False: UseOrder()}
         self._recent: deque[int] = deque(maxlen=max(1, prefetch))
@@ -233,6 +235,12 @@ class Engine:
             order.begin()
         self._bring_residents(upload=not fresh)
 
+    def begin_again(self) -> None:
+        """A training step whose forward or backward failed starts anew."""
+        if self.share is not None:
+            self.share.interrupt()
+        self.begin_step()
+
     def _take_assigned(self) -> None:
         """Where the parameters' data are the host's: take over what somebody assigned to them."""
         if not (self._fetcher.in_step or self.residents.on_device or self.residents.lent or self._fetcher.bound_count):
@@ -331,7 +339,14 @@ class Engine:
             check_trainable(group)
         if self.share is not None:
             self.share.begin_backward()
+        self.used_gradients = False
         self._collecting = True
+
+    def forget_gradients(self) -> None:
+        """Of a backward that failed before any were used: take off what autograd has left on the parameters."""
+        for group in self.store.groups:
+            for parameter in group.parameters:
+                parameter.grad = None
 
     def end_backward(self) -> None:
         """It has run: send the gradients that autograd left on resident parameters to the host."""
@@ -347,6 +362,7 @@ class Engine:
         present = [g is not None for g in gradients]
         if not any(present):
             return
+        self.used_gradients = True
         if self.sink.takes_residents_early:
             self.residents.give(group)
         norm = None
@@ -469,6 +485,7 @@ class Engine:
     def _push(self, unit: Unit, gradients: Sequence[Tensor | None]) -> None:
         assert self.sink is not None
         assert self._gradients is not None
+        self.used_gradients = True
         unit.pending -= 1
         last = unit.pending <= 0
         present = [g is not None for g in gradients]

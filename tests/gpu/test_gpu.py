@@ -388,6 +388,51 @@ def test_kept_graphs_stay_within_the_limit(limit: float) -> None:
     assert torch.cuda.max_memory_allocated() - base > 0
 
 
+class Ballast(torch.autograd.Function):
+    """Takes memory for a moment, in the forward or the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, where: str, nbytes: int) -> torch.Tensor:
+        ctx.nbytes = nbytes if where == "backward" else 0
+        torch.empty(nbytes - ctx.nbytes, dtype=torch.uint8, device=x.device)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        torch.empty(ctx.nbytes, dtype=torch.uint8, device=gradient.device)
+        return gradient, None, None
+
+
+class TakesMore(Stack):
+    """From its fourth step on, the loss takes a third of what the strategy may use."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(1024, 40)
+        self.where = where
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return Ballast.apply(loss, self.where, 2**30) if self.where and batch_idx >= 3 else loss
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_memory_that_others_take_is_given_back(where: str) -> None:
+    def go(where: str) -> tuple[dict[str, torch.Tensor], int]:
+        L.seed_everything(1, verbose=False)
+        module, data = TakesMore(where), torch.randn(6 * 4096, 16)
+        chosen = MegaTrainStrategy(host_memory="64GiB", device_memory="3GiB")
+        trainer = L.Trainer(strategy=chosen, accelerator="gpu", devices=1, precision="bf16-mixed", max_steps=6, **QUIET)
+        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4096))
+        return module.state_dict(), chosen.kept_graphs
+
+    torch.cuda.empty_cache()
+    plain, many = go("")
+    with pytest.warns(RuntimeWarning, match="outside the units"):
+        ours, few = go(where)
+    assert 0 < few < many
+    assert all(torch.equal(value, ours[name]) for name, value in plain.items())
+
+
 def test_a_worker_error_surfaces_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_megatrain.update.optimizers import AdamUpdate
 

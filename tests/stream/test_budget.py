@@ -333,19 +333,3 @@ def test_memory_that_cannot_be_found_is_the_users_error(monkeypatch: pytest.Monk
     simulate(monkeypatch, 100)
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
         fit(partial(Crowded, 3), MegaTrainStrategy(), max_steps=3)
-
-
-class AtTheLoss(Plain):
-    """Memory runs out in the loss, where nothing can be computed again."""
-
-    def loss(self, batch: Tensor) -> Tensor:
-        loss = super().loss(batch)
-        if self.trainer.strategy.kept_graphs:
-            raise torch.OutOfMemoryError("planted")
-        return loss
-
-
-def test_outside_the_units_the_error_says_what_memory_was_spent_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulate(monkeypatch, 100)
-    with pytest.raises(torch.OutOfMemoryError, match=r"graphs of 6 of them kept .* set a smaller .*device_memory"):
-        fit(AtTheLoss, MegaTrainStrategy(), max_steps=3)
