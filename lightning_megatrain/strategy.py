@@ -338,13 +338,14 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self._session is not None, "the strategy was not set up"
+        self._attempts = None  # the last batch's, if it had no backward
         check_still_legal(self._module().trainer, self._updating().schedule, on_device=self._session.shares_update)
         self._session.follow_unfreezing(self._checkpoints.saver.wait)
         engine = self._running()
         self._updating().begin_step()
         engine.begin_step()
         if self._module().automatic_optimization:
-            self._attempts = Attempts(engine, engine.begin_again, partial(super().training_step, *args, **kwargs))
+            self._attempts = Attempts(engine, engine.begin_again, super().training_step, args, kwargs)
             return self._attempts.forward()
         with engine.spending():  # its optimizer may have stepped: that is not to be done again
             output = super().training_step(*args, **kwargs)
@@ -360,16 +361,18 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
             engine.end_backward()
 
+        attempts, self._attempts = self._attempts, None
+        version = closure_loss._version
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         updater.before_backward()
-        if self._attempts is not None:
-            attempts, self._attempts = self._attempts, None
+        if attempts is not None and closure_loss._version == version:  # else a hook changed what is made again
             attempts.backward(module, closure_loss, run)
-            engine.end_step()
         else:
             with engine.spending():
                 run(closure_loss)
+        if module.automatic_optimization:
+            engine.end_step()
         # Hooks that read gradients or weights after the backward meet the host's, all there.
         with engine.host_window():
             updater.settle()
@@ -400,22 +403,23 @@ class MegaTrainStrategy(SingleDeviceStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate(partial(super().validation_step, *args, **kwargs))
+        return self._evaluate(super().validation_step, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate(partial(super().test_step, *args, **kwargs))
+        return self._evaluate(super().test_step, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate(partial(super().predict_step, *args, **kwargs))
+        return self._evaluate(super().predict_step, args, kwargs)
 
-    def _evaluate(self, step: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
+    def _evaluate(self, step: Callable[..., STEP_OUTPUT], args: Any, kwargs: Any) -> STEP_OUTPUT:
+        self._attempts = None
         engine = self._running()
         engine.begin_step(fresh=self._weights_fresh, trains=False)
         self._weights_fresh = True
         try:
-            return Attempts(engine, partial(engine.begin_step, trains=False), step).forward()
+            return Attempts(engine, partial(engine.begin_step, trains=False), step, args, kwargs).forward()
         finally:
             engine.end_step()
 

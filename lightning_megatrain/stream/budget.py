@@ -70,6 +70,7 @@ class Budget:
         if self._ran_out:
             self._ran_out = False
             self._forget_peak()
+            self._uses = max(self._uses, self._uses_before)  # it may have been given up half-way
         self._open = True
         self._uses_before, self._uses, self._kept, self._graph = self._uses or self._uses_before, 0, 0, 0
         if self._memory is not None and (self._largest is None or self._evaluates):

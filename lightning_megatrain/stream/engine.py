@@ -235,6 +235,17 @@ class Engine:
             order.begin()
         self._bring_residents(upload=not fresh)
 
+    def give_back(self) -> bool:
+        """Memory ran out in a step that starts anew if this frees any: what it was spent on, residents included."""
+        if self.budget.relieve():
+            return True
+        if not self.held_groups:
+            return False
+        assert self.share is not None
+        self.end_step()
+        self.budget.reserve(-self.share.give_up())
+        return True
+
     def begin_again(self) -> None:
         """A training step whose forward or backward failed starts anew."""
         if self.share is not None:
@@ -471,7 +482,7 @@ class Engine:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            kept, held = self.budget.kept, self.held_groups
+            kept, held = self.budget.kept if self._trains else 0, self.held_groups
             if not kept and not held:
                 raise
             raise torch.OutOfMemoryError(

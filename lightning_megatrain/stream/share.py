@@ -286,6 +286,13 @@ class DeviceShare:
             self._wanted = list(self.held)
         return sum(self.cost(held.group) for held in idle)
 
+    def give_up(self) -> int:
+        """Between steps: bring everything home, for good; device bytes that are free again."""
+        freed = sum(self.cost(held.group) for held in self.held.values())
+        self.recall()
+        self._wanted, self._steps = [], _LAST
+        return freed
+
     def _bring_home(self, groups: Sequence[Held]) -> None:
         if not groups:
             return
