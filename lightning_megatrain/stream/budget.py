@@ -55,6 +55,7 @@ class Budget:
         self._ran_out = False  # in the last batch
         # Of the largest batch so far: its elements, the bytes it would take with no graph kept, and those of a graph.
         self._largest: tuple[int, float, float] | None = None
+        self._seen = 0, 0.0  # graphs that were kept when that was last measured, and what none took when none was
         self._static = 0
         self._peak = 0  # when the last batch ended
         self._bare = 0  # the most that was taken with no graph kept, or could have been
@@ -98,6 +99,7 @@ class Budget:
         if self._largest is not None:
             elements, base, graph = self._largest
             self._largest = (elements, base + nbytes, graph)
+            self._seen = self._seen[0], self._seen[1] + nbytes
             self._bare += nbytes
 
     def borrow(self, nbytes: int) -> bool:
@@ -209,14 +211,26 @@ class Budget:
         ratio = self._elements / self._largest[0]
         if self._left(ratio) < 0 and ratio > 1 and self._take_back():
             self._forget_peak()
-        count = max(0, int(self._left(ratio) / max(1.0, self._largest[2] * ratio)))
+        count = self._left(ratio) / max(1.0, self._largest[2] * ratio)
+        kept, none = self._seen
+        if count < kept:
+            # Fewer than were measured: what they take off the peak may be less than a graph each, but no less than by a
+            # straight line to where none was kept, for a peak is the largest of sums that grow with their number.
+            _, base, graph = self._largest
+            slope = max(1.0, (base + kept * graph - none) / kept * ratio)
+            count = min(count, (self._room(ratio, none)) / slope)
+        count = max(0, int(count))
         return count if self._most is None else min(count, self._most)
 
     def _left(self, ratio: float) -> float:
         """Bytes beside a batch that is so many times as large as the largest, with no graph kept."""
-        assert self._memory is not None
         assert self._largest is not None
-        return self._memory.limit * SPENDABLE - self._static - (self._largest[1] - self._static) * ratio
+        return self._room(ratio, self._largest[1])
+
+    def _room(self, ratio: float, taken: float) -> float:
+        """Bytes beside a batch that is so many times as large as one that took ``taken``."""
+        assert self._memory is not None
+        return self._memory.limit * SPENDABLE - self._static - (taken - self._static) * ratio
 
     def end(self) -> None:
         """The batch's backward is over, and what it took is known; does nothing the second time.
@@ -234,6 +248,11 @@ class Budget:
         self._batches += 1
         base = peak - self._kept * self._graph
         if self._largest is None or self._elements > self._largest[0]:
+            none = float(peak)
+            if self._largest is not None and self._largest[0] and self._kept:
+                ratio = self._elements / self._largest[0]
+                none = min(none, self._static + (self._seen[1] - self._static) * ratio)
+            self._seen = self._kept, none
             self._largest = (self._elements, base, self._graph)
             # With graphs kept that is too much, but `base` would be too little: where the peak was a block's own, or
             # the graphs are of different sizes, dropping them frees less.
@@ -242,6 +261,8 @@ class Budget:
             # A peak of this batch's own is what so many graphs take: a higher one, or a lower one because somebody made
             # it count anew. An earlier one's is a bound.
             own = peak != before
+            if own or base < self._largest[1]:
+                self._seen = self._kept, self._seen[1] if self._kept else float(peak)
             self._largest = (self._elements, base if own else min(base, self._largest[1]), self._graph)
 
     def _notice(self, peak: int, before: int) -> None:
@@ -251,4 +272,5 @@ class Budget:
         excess = int(peak - self._kept * graph * self._elements / elements - base)
         if peak > before and excess > 0:
             self._largest = (elements, base + excess, graph)
+            self._seen = self._seen[0], self._seen[1] + excess
             self._bare += excess

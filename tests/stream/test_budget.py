@@ -76,6 +76,30 @@ def test_a_peak_inside_a_block_is_seen_to_be_shared() -> None:
     assert memory.most <= memory.limit * SPENDABLE
 
 
+@pytest.mark.parametrize("spare", [60, 110, 175, 240, 290])
+def test_fewer_graphs_than_were_seen_take_off_no_more_than_was_seen(spare: int) -> None:
+    """Graphs of which half is gone when the peak comes: without some of them it is no full graphs' lower."""
+    memory, reserved = Simulated(int(2000 / SPENDABLE) + 1), 2000 - 1000 - spare
+    budget = Budget("auto", memory)
+    for index in range(5):
+        if index == 3:
+            memory.take(reserved)
+            budget.reserve(reserved)
+        budget.begin()
+        kept = 0
+        for _ in range(UNITS):
+            keeps = budget.keeps((torch.empty(1, 4),))
+            with budget.making():
+                memory.take(100)
+            memory.take(-50 if keeps else -100)
+            kept += keeps
+        memory.take(1000)
+        memory.take(-1000 - 50 * kept)
+        budget.end()
+        assert kept == (0 if index == 0 else UNITS if index < 3 else min(UNITS, spare // 50))
+    assert memory.most <= memory.limit * SPENDABLE
+
+
 def test_larger_batches_keep_fewer_and_smaller_ones_more() -> None:
     memory = Simulated(int(1000 * 10 / SPENDABLE) + 1)
     budget = Budget("auto", memory)
