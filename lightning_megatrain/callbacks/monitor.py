@@ -99,7 +99,7 @@ class Monitor(Throughput):
 
     def _listen(self) -> None:
         if self._streams is not None:
-            self._streams.attach(self._add)
+            self._streams.attach(self._add, ("fetch", "push", "update", "wait"))
 
     def _look_away(self) -> None:
         if self._streams is not None:
@@ -119,6 +119,8 @@ class Monitor(Throughput):
     ) -> None:
         """Count the batch, and look if it is time."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._streams is not None:
+            self._streams.set_clock()
         now = (self._clock(), self.tokens_seen, self._batches)
         if self._batches < self.warmup_steps or (self._since and now[2] - self._since[2] < self.every_n_steps):
             return

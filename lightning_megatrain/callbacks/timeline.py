@@ -104,6 +104,7 @@ class Timeline(L.Callback):
         if self._streams is None or not self._listening:
             return
         self._streams.collect()
+        self._streams.set_clock()
         if self._recording is not None and self._recording.end:
             self._write(self._recording)
 
@@ -129,6 +130,7 @@ class Timeline(L.Callback):
             self._recording.end = self._recording.end or self._left
             self._streams.synchronize()  # no step is under way any more
             self._streams.collect()
+            self._streams.set_clock()
             self._write(self._recording)
         self._listen(False)
         if missed := sorted(self.steps - self._done):

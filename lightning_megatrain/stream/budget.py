@@ -213,12 +213,12 @@ class Budget:
             self._forget_peak()
         count = self._left(ratio) / max(1.0, self._largest[2] * ratio)
         kept, none = self._seen
-        if count < kept:
+        if 0 < count < kept:
             # Fewer than were measured: what they take off the peak may be less than a graph each, but no less than by a
             # straight line to where none was kept, for a peak is the largest of sums that grow with their number.
             _, base, graph = self._largest
             slope = max(1.0, (base + kept * graph - none) / kept * ratio)
-            count = min(count, (self._room(ratio, none)) / slope)
+            count = min(count, self._room(ratio, none) / slope)
         count = max(0, int(count))
         return count if self._most is None else min(count, self._most)
 

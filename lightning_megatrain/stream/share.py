@@ -103,7 +103,7 @@ class DeviceShare:
         self._taking: _Taking | None = None  # the last time that more were taken, until it is seen whether that helped
         self._began = time.perf_counter()
         self._waited = self._busy = 0.0  # seconds since then that the device waited for updates, and that those took
-        streams.attach(self._note)
+        streams.attach(self._note, ("update", "wait"))
 
     def begin(self, spare: int, size: int) -> int:
         """A training step begins: take what is wanted, which is more if the step before waited for updates.
@@ -160,6 +160,7 @@ class DeviceShare:
     def _last_step(self) -> tuple[float, float, float]:
         """Seconds of the last step, of the device's waiting for the host's updates in it, and of those updates."""
         self._streams.collect()
+        self._streams.set_clock()
         now = time.perf_counter()
         found = now - self._began, self._waited, self._busy
         self._began, self._waited, self._busy = now, 0.0, 0.0

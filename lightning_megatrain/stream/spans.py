@@ -1,10 +1,11 @@
 """What was done when: the record that monitors and timelines are made of."""
 
 from collections import deque
-from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Callable, Collection
+from typing import Literal, NamedTuple, Protocol, get_args
 
 SpanLane = Literal["fetch", "compute", "push", "update", "wait"]
+LANES: tuple[SpanLane, ...] = get_args(SpanLane)
 
 
 class Span(NamedTuple):
@@ -81,28 +82,35 @@ class SpanLog:
     """Keeps spans until their marks have passed, and then tells the listeners. Any thread may :meth:`note` one."""
 
     def __init__(self) -> None:
-        self.listeners: tuple[Listener, ...] = ()
+        self.lanes: frozenset[SpanLane] = frozenset()
+        """Those that somebody listens to."""
+        self._listeners: tuple[tuple[Listener, frozenset[SpanLane]], ...] = ()
         self._pending: deque[_Pending] = deque()
 
-    def attach(self, listener: Listener) -> None:
-        """Call ``listener`` with every span noted from now on; does nothing if it is attached."""
-        if listener not in self.listeners:
-            self.listeners = (*self.listeners, listener)
+    def attach(self, listener: Listener, lanes: Collection[SpanLane] = LANES) -> None:
+        """Call ``listener`` with every span of these lanes noted from now on; does nothing if it is attached."""
+        if all(known != listener for known, _ in self._listeners):
+            self._set((*self._listeners, (listener, frozenset(lanes))))
 
     def detach(self, listener: Listener) -> None:
         """Call it no more; does nothing if it is not attached."""
         # By equality: a bound method is a new object each time it is looked up.
-        self.listeners = tuple(known for known in self.listeners if known != listener)
-        if not self.listeners:
+        self._set(tuple((known, lanes) for known, lanes in self._listeners if known != listener))
+        if not self._listeners:
             self._pending.clear()
+
+    def _set(self, listeners: tuple[tuple[Listener, frozenset[SpanLane]], ...]) -> None:
+        self._listeners = listeners
+        self.lanes = frozenset().union(*(lanes for _, lanes in listeners))
 
     def note(self, lane: SpanLane, label: str, starts: tuple[Mark, ...], end: Mark, nbytes: int = 0) -> None:
         """A span from the last of ``starts`` to ``end``; it is dropped if that leaves no time."""
-        self._pending.append(_Pending(lane, label, nbytes, starts, end, self.listeners))
+        listeners = tuple(listener for listener, lanes in self._listeners if lane in lanes)
+        self._pending.append(_Pending(lane, label, nbytes, starts, end, listeners))
 
     def collect(self) -> None:
         """Tell the listeners of all spans that are done, in no particular order. Never waits."""
-        under_way = []
+        attached, under_way = [listener for listener, _ in self._listeners], []
         for _ in range(len(self._pending)):
             lane, label, nbytes, starts, end, listeners = pending = self._pending.popleft()
             if not all(mark.passed() for mark in (end, *starts)):
@@ -111,6 +119,6 @@ class SpanLog:
             span = Span(lane, label, max(mark.seconds() for mark in starts), end.seconds(), nbytes)
             if span.end > span.start:
                 for listener in listeners:  # those that were there when it was noted
-                    if listener in self.listeners:
+                    if listener in attached:
                         listener(span)
         self._pending.extend(under_way)

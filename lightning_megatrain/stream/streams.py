@@ -11,7 +11,7 @@ put on a lane; nobody ever waits for them: :meth:`Streams.collect` reads those t
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from lightning_megatrain.stream.spans import HostMark, Listener, Mark, SpanLane, SpanLog
+from lightning_megatrain.stream.spans import LANES, HostMark, Listener, Mark, SpanLane, SpanLog
 
 Lane = Literal["compute", "fetch", "push"]
 
@@ -101,10 +101,10 @@ class Streams(ABC):
 
     # Who wants to know
 
-    def attach(self, listener: Listener) -> None:
-        """Have ``listener`` called with every span that ends from now on, when :meth:`collect` finds it done."""
-        self._set_clock()
-        self._log.attach(listener)
+    def attach(self, listener: Listener, lanes: Collection[SpanLane] = LANES) -> None:
+        """Have ``listener`` called with every span of these lanes from now on, when :meth:`collect` finds it done."""
+        self.set_clock()
+        self._log.attach(listener, lanes)
 
     def detach(self, listener: Listener) -> None:
         """Call ``listener`` no more; what it has not been told yet it never is. Does nothing if it is not attached."""
@@ -113,7 +113,6 @@ class Streams(ABC):
     def collect(self) -> None:
         """Tell the listeners of all spans that are done, in no particular order. Never waits."""
         self._log.collect()
-        self._set_clock()
 
     def span(self, lane: SpanLane, label: str, nbytes: int = 0) -> AbstractContextManager[object]:
         """What happens inside this context is a span; torch's profiler shows it as ``megatrain.<label>``.
@@ -129,7 +128,7 @@ class Streams(ABC):
             nbytes: bytes moved; of an update, 4 for each parameter. Copies know theirs.
         """
         shown = record_function(f"megatrain.wait {label}" if lane == "wait" else f"megatrain.{label}")
-        return self._timed(shown, lane, label, nbytes) if self._log.listeners else shown
+        return self._timed(shown, lane, label, nbytes) if lane in self._log.lanes else shown
 
     @contextmanager
     def _timed(self, shown: record_function, lane: SpanLane, label: str, nbytes: int) -> Iterator[None]:
@@ -154,8 +153,8 @@ class Streams(ABC):
     def _end(self, lane: SpanLane) -> Mark:
         return HostMark(time.perf_counter())
 
-    def _set_clock(self) -> None:  # noqa: B027  # the host needs none
-        """Put the device's times on the host's clock anew."""
+    def set_clock(self) -> None:  # noqa: B027  # the host needs none
+        """Put the device's times on the host's clock anew. Called between steps, of which each gets its own."""
 
 
 class HostStreams(Streams):
@@ -171,7 +170,7 @@ class HostStreams(Streams):
         return
 
     def copy(self, lane: Lane, target: Tensor, source: Tensor, after: Iterable[Event] = ()) -> Copy:  # noqa: D102
-        start = self.mark() if self._log.listeners else None
+        start = self.mark() if lane in self._log.lanes else None
         if self.delay is not None:
             self.delay(lane)
         target.copy_(source)
@@ -207,8 +206,7 @@ class CudaStreams(Streams):
     def __init__(self, device: torch.device, delay: Callable[[Lane], None] | None = None) -> None:
         super().__init__(device, delay)
         self._streams = {"fetch": torch.cuda.Stream(device), "push": torch.cuda.Stream(device)}
-        self._idle = torch.cuda.Stream(device)
-        self._set_clock()
+        self.set_clock()
 
     def record(self) -> Event:  # noqa: D102
         stream = torch.cuda.current_stream(self.device)
@@ -224,7 +222,7 @@ class CudaStreams(Streams):
     def compute_after(self, event: Event) -> None:  # noqa: D102
         if event.event is None:
             return
-        start = self.mark() if self._log.listeners else None
+        start = self.mark() if "wait" in self._log.lanes else None
         torch.cuda.current_stream(self.device).wait_event(event.event)
         if start is not None:
             self._log.note("wait", event.label, (start,), self.mark())
@@ -237,7 +235,7 @@ class CudaStreams(Streams):
                 stream.wait_event(event.event)
         with torch.cuda.stream(stream):
             # After what the copy waits for: that is not its time.
-            start = self._mark_on(stream) if self._log.listeners else None
+            start = self._mark_on(stream) if lane in self._log.lanes else None
             if self.delay is not None:
                 self.delay(lane)
             target.copy_(source, non_blocking=True)
@@ -270,10 +268,10 @@ class CudaStreams(Streams):
     def _end(self, lane: SpanLane) -> Mark:
         return self.mark() if lane == "compute" else HostMark(time.perf_counter())
 
-    def _set_clock(self) -> None:
-        # Where nothing else runs an event passes at once. Each step gets its own, because clocks drift and elapsed
-        # times are 32-bit floats.
-        event = _timed_event(self._idle)
+    def set_clock(self) -> None:  # noqa: D102
+        # Between two steps the push lane is idle, for a backward ends when its last push has landed: an event there
+        # passes at once. Clocks drift, and elapsed times are 32-bit floats.
+        event = _timed_event(self._streams["push"])
         self._clock = _Clock(event, time.perf_counter())
 
 

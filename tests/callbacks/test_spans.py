@@ -58,6 +58,25 @@ def test_a_listener_is_told_of_nothing_that_was_noted_before_it_came(streams, cl
     assert [span.label for span in second] == ["forward b"]
 
 
+def test_a_listener_may_listen_to_some_lanes_and_others_are_not_timed_for_it(streams, clock):
+    updates, everything = [], []
+    streams.attach(updates.append, ("update",))
+    noted = len(streams._log._pending)
+    with streams.span("compute", "forward a"):
+        clock["seconds"] += 1.0
+    streams.copy("fetch", torch.empty(6), torch.ones(6))
+    assert len(streams._log._pending) == noted
+    streams.attach(everything.append)
+    for lane in ("compute", "update"):
+        with streams.span(lane, f"{lane} b"):
+            clock["seconds"] += 1.0
+    streams.collect()
+    assert [span.lane for span in updates] == ["update"]
+    assert [span.lane for span in everything] == ["compute", "update"]
+    streams.detach(everything.append)
+    assert streams._log.lanes == {"update"}
+
+
 def test_copies_time_themselves_under_the_label_around_them(streams, clock):
     told = []
     streams.attach(told.append)

@@ -84,6 +84,7 @@ class Keep(L.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         trainer.strategy.streams.collect()
+        trainer.strategy.streams.set_clock()
 
     def on_train_end(self, trainer, pl_module):
         trainer.strategy.streams.synchronize()
