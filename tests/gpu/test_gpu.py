@@ -420,7 +420,7 @@ def test_memory_that_others_take_is_given_back(where: str) -> None:
     def go(where: str) -> tuple[dict[str, torch.Tensor], int]:
         L.seed_everything(1, verbose=False)
         module, data = TakesMore(where), torch.randn(6 * 4096, 16)
-        chosen = MegaTrainStrategy(host_memory="64GiB", device_memory="3GiB")
+        chosen = MegaTrainStrategy(host_memory="64GiB", device_memory="3GiB", device_update="never")
         trainer = L.Trainer(strategy=chosen, accelerator="gpu", devices=1, precision="bf16-mixed", max_steps=6, **QUIET)
         trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4096))
         return module.state_dict(), chosen.kept_graphs
