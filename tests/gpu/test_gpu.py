@@ -404,7 +404,7 @@ class Ballast(torch.autograd.Function):
 
 
 class TakesMore(Stack):
-    """From its fourth step on, the loss takes a third of what the strategy may use."""
+    """From its fourth step on, the loss takes half of what the strategy may use."""
 
     def __init__(self, where: str) -> None:
         super().__init__(1024, 40)
@@ -412,7 +412,7 @@ class TakesMore(Stack):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
-        return Ballast.apply(loss, self.where, 2**30) if self.where and batch_idx >= 3 else loss
+        return Ballast.apply(loss, self.where, 3 * 2**29) if self.where and batch_idx >= 3 else loss
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
