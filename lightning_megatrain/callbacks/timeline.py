@@ -130,7 +130,6 @@ class Timeline(L.Callback):
             self._recording.end = self._recording.end or self._left
             self._streams.synchronize()  # no step is under way any more
             self._streams.collect()
-            self._streams.set_clock()
             self._write(self._recording)
         self._listen(False)
         if missed := sorted(self.steps - self._done):

@@ -164,7 +164,6 @@ class StepClock(L.Callback):
         streams = streams_of(trainer)
         if step == self._last_warmup and streams is not None:
             streams.collect()
-            streams.set_clock()
             streams.detach(measured.spans.add)
         _say(f"{self._data.rows[size]} rows, step {step + 1} of {self._data.each}: {seconds:.3f} s, loss {loss:.4f}")
 
