@@ -42,7 +42,7 @@ class Attempts:
         self._arguments = args, kwargs
         # A step may take a batch's containers apart.
         leaves, self._spec = tree_flatten((args, kwargs))
-        self._leaves = [copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf for leaf in leaves]
+        self._leaves = _with_own_mappings(leaves)
         self._versions = self._tensor_versions()
         self._made: list[weakref.ref[Tensor]] = []  # what it returned that has a graph
 
@@ -121,8 +121,12 @@ class Attempts:
         )
         self._begin()
         set_random_state(self._random_state, self._engine.streams.device)
-        leaves = [copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf for leaf in self._leaves]
-        self._arguments = tree_unflatten(leaves, self._spec)
+        self._arguments = tree_unflatten(_with_own_mappings(self._leaves), self._spec)
+
+
+def _with_own_mappings(leaves: list[Any]) -> list[Any]:
+    """What a tree does not know how to take apart, such as the encoding of a tokenizer, is copied."""
+    return [copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf for leaf in leaves]
 
 
 @contextmanager

@@ -327,7 +327,6 @@ class MegaTrainStrategy(SingleDeviceStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._attempts = None
         if self._updater is not None:
             self._updater.reset()
         if self._engine is not None:
@@ -345,8 +344,11 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self._updating().begin_step()
         engine.begin_step()
         if self._module().automatic_optimization:
-            self._attempts = Attempts(engine, engine.begin_again, super().training_step, args, kwargs)
-            return self._attempts.forward()
+            attempts = Attempts(engine, engine.begin_again, super().training_step, args, kwargs)
+            output = attempts.forward()
+            if output is not None:
+                self._attempts = attempts
+            return output
         with engine.spending():  # its optimizer may have stepped: that is not to be done again
             output = super().training_step(*args, **kwargs)
         engine.end_step()

@@ -4,6 +4,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -15,6 +16,29 @@ Recompute = Literal["auto", "always", "never"]
 
 _MEASURED = 5
 """Batches whose memory is looked at, and after them every one that is larger than all before."""
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What batches of the largest size so far take.
+
+    Attributes:
+        elements: of such a batch: of the first use's first floating-point tensor.
+        base: bytes it would take with no graph kept, by a batch in which ``kept`` were.
+        graph: bytes of a graph.
+        kept: graphs that were kept in that batch.
+        none: bytes when none was.
+    """
+
+    elements: int
+    base: float
+    graph: float
+    kept: int
+    none: float
+
+    def beside(self, nbytes: int) -> "_Measured":
+        """The same, with so many bytes taken in addition all the time."""
+        return replace(self, base=self.base + nbytes, none=self.none + nbytes)
 
 
 class Budget:
@@ -53,9 +77,7 @@ class Budget:
         self._batches = 0
         self._open = False  # a batch has begun whose memory was not looked at
         self._ran_out = False  # in the last batch
-        # Of the largest batch so far: its elements, the bytes it would take with no graph kept, and those of a graph.
-        self._largest: tuple[int, float, float] | None = None
-        self._seen = 0, 0.0  # graphs that were kept when that was last measured, and what none took when none was
+        self._largest: _Measured | None = None
         self._static = 0
         self._peak = 0  # when the last batch ended
         self._bare = 0  # the most that was taken with no graph kept, or could have been
@@ -97,9 +119,7 @@ class Budget:
         """From now on ``nbytes`` more (or less, if negative) are taken all the time, by somebody else."""
         self._static += nbytes
         if self._largest is not None:
-            elements, base, graph = self._largest
-            self._largest = (elements, base + nbytes, graph)
-            self._seen = self._seen[0], self._seen[1] + nbytes
+            self._largest = self._largest.beside(nbytes)
             self._bare += nbytes
 
     def borrow(self, nbytes: int) -> bool:
@@ -203,29 +223,23 @@ class Budget:
 
     @property
     def _looks(self) -> bool:
-        return self._batches < _MEASURED or self._largest is None or self._elements > self._largest[0]
+        return self._batches < _MEASURED or self._largest is None or self._elements > self._largest.elements
 
     def _affordable(self) -> int:
         if self._memory is None or self._largest is None or not self._elements:
             return 0
-        ratio = self._elements / self._largest[0]
-        if self._left(ratio) < 0 and ratio > 1 and self._take_back():
+        ratio = self._elements / self._largest.elements
+        if self._room(ratio, self._largest.base) < 0 and ratio > 1 and self._take_back():
             self._forget_peak()
-        count = self._left(ratio) / max(1.0, self._largest[2] * ratio)
-        kept, none = self._seen
-        if 0 < count < kept:
+        most = self._largest
+        count = self._room(ratio, most.base) / max(1.0, most.graph * ratio)
+        if 0 < count < most.kept:
             # Fewer than were measured: what they take off the peak may be less than a graph each, but no less than by a
             # straight line to where none was kept, for a peak is the largest of sums that grow with their number.
-            _, base, graph = self._largest
-            slope = max(1.0, (base + kept * graph - none) / kept * ratio)
-            count = min(count, self._room(ratio, none) / slope)
+            slope = max(1.0, (most.base + most.kept * most.graph - most.none) / most.kept * ratio)
+            count = min(count, self._room(ratio, most.none) / slope)
         count = max(0, int(count))
         return count if self._most is None else min(count, self._most)
-
-    def _left(self, ratio: float) -> float:
-        """Bytes beside a batch that is so many times as large as the largest, with no graph kept."""
-        assert self._largest is not None
-        return self._room(ratio, self._largest[1])
 
     def _room(self, ratio: float, taken: float) -> float:
         """Bytes beside a batch that is so many times as large as one that took ``taken``."""
@@ -247,30 +261,28 @@ class Budget:
             return
         self._batches += 1
         base = peak - self._kept * self._graph
-        if self._largest is None or self._elements > self._largest[0]:
+        if self._largest is None or self._elements > self._largest.elements:
             none = float(peak)
-            if self._largest is not None and self._largest[0] and self._kept:
-                ratio = self._elements / self._largest[0]
-                none = min(none, self._static + (self._seen[1] - self._static) * ratio)
-            self._seen = self._kept, none
-            self._largest = (self._elements, base, self._graph)
+            if self._largest is not None and self._largest.elements and self._kept:
+                ratio = self._elements / self._largest.elements
+                none = min(none, self._static + (self._largest.none - self._static) * ratio)
+            self._largest = _Measured(self._elements, base, self._graph, self._kept, none)
             # With graphs kept that is too much, but `base` would be too little: where the peak was a block's own, or
             # the graphs are of different sizes, dropping them frees less.
             self._bare = max(self._bare, peak)
-        elif self._elements == self._largest[0]:
+        elif self._elements == self._largest.elements:
             # A peak of this batch's own is what so many graphs take: a higher one, or a lower one because somebody made
             # it count anew. An earlier one's is a bound.
-            own = peak != before
-            if own or base < self._largest[1]:
-                self._seen = self._kept, self._seen[1] if self._kept else float(peak)
-            self._largest = (self._elements, base if own else min(base, self._largest[1]), self._graph)
+            self._largest = replace(self._largest, graph=self._graph)
+            if peak != before or base < self._largest.base:
+                none = self._largest.none if self._kept else float(peak)
+                self._largest = replace(self._largest, base=base, kept=self._kept, none=none)
 
     def _notice(self, peak: int, before: int) -> None:
         """A peak that rose although the batch was no larger: what is outside the units took more than it did."""
         assert self._largest is not None
-        elements, base, graph = self._largest
-        excess = int(peak - self._kept * graph * self._elements / elements - base)
+        most = self._largest
+        excess = int(peak - self._kept * most.graph * self._elements / most.elements - most.base)
         if peak > before and excess > 0:
-            self._largest = (elements, base + excess, graph)
-            self._seen = self._seen[0], self._seen[1] + excess
+            self._largest = most.beside(excess)
             self._bare += excess

@@ -243,7 +243,7 @@ class Engine:
             return False
         assert self.share is not None
         self.end_step()
-        self.budget.reserve(-self.share.give_up())
+        self.budget.reserve(-self.share.give_up(0))
         return True
 
     def begin_again(self) -> None:

@@ -139,8 +139,7 @@ class DeviceShare:
         before, self._taking = self._taking, None
         if before is not None and now.step > _SLOWER * before.step:
             # What waits no more makes up for less than the kept graphs that had to go.
-            self._steps = _LAST
-            return -self._give_up(before.groups)
+            return -self.give_up(before.groups)
         if before is not None and now.waited > _HELPED * before.waited:
             self._steps = _LAST  # what is waited for is something else
             return 0
@@ -151,8 +150,9 @@ class DeviceShare:
             self._taking, self._fastest = now, float("inf")
         return grown
 
-    def _give_up(self, groups: int) -> int:
-        """Bring all but the first ``groups`` home, for good; device bytes that are free then."""
+    def give_up(self, groups: int) -> int:
+        """Between steps: bring all but the first ``groups`` home, for good; device bytes that are free then."""
+        self._steps = _LAST
         last, self._wanted = self._wanted[groups:], self._wanted[:groups]
         self._bring_home([self.held[index] for index in last if index in self.held])
         return sum(self.cost(self._store.groups[index]) for index in last)
@@ -286,13 +286,6 @@ class DeviceShare:
             self._bring_home(idle)
             self._wanted = list(self.held)
         return sum(self.cost(held.group) for held in idle)
-
-    def give_up(self) -> int:
-        """Between steps: bring everything home, for good; device bytes that are free again."""
-        freed = sum(self.cost(held.group) for held in self.held.values())
-        self.recall()
-        self._wanted, self._steps = [], _LAST
-        return freed
 
     def _bring_home(self, groups: Sequence[Held]) -> None:
         if not groups:

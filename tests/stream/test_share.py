@@ -633,8 +633,8 @@ def test_groups_go_home_before_a_batch_that_would_not_fit_beside_them(
 
 def gone_home(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     homes: list[int] = []
-    give_up = DeviceShare._give_up
-    monkeypatch.setattr(DeviceShare, "_give_up", lambda self, groups: (homes.append(groups), give_up(self, groups))[1])
+    give_up = DeviceShare.give_up
+    monkeypatch.setattr(DeviceShare, "give_up", lambda self, groups: (homes.append(groups), give_up(self, groups))[1])
     return homes
 
 
